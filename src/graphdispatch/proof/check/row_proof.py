@@ -272,7 +272,7 @@ def _follow_path(attempt: CaptureAttempt, rows: int, *, is_traced: bool) -> tupl
         if all(one[place] == 1 for place in single)
         and not any(extent == 1 for place, extent in enumerate(one) if place not in single)
     ]
-    most_rows = largest[0] * min(MOST_PARTS, max(_MOST_BATCHES // max(prod(largest), 1), 1))
+    most_rows = largest[0] * min(MOST_PARTS, max(_MOST_BATCHES // prod(largest), 1))
     spaces = [range(1, max(most, _NO_EXTENT) + 1) for most in (most_rows, *largest[1:])]
     values = batch_of(request, rows)
     reached = [*request.tensors, *attempt.eager.trace.walk.tensors, *tensors_in(list(request.values)), *values]

@@ -127,7 +127,7 @@ class StateGuard:
         """The native guard, or None: before ``holds`` was first true, without the core, or where only Python can tell.
         Racing threads may make two; either serves."""
         self._wait = 1
-        self._due = 0 if GUARD is None else 1  # checks that hold until the next native guard is made; 0: never
+        self._due = 1  # checks that hold until the next native guard is made; 0: never
 
     def holds(self) -> bool:
         """Whether the state is as it was when the guard was made."""
@@ -209,7 +209,7 @@ class StateGuard:
             return None  # code may compare whether two objects are one
         native, new.native = self.native, None
         new._wait = 1 if native is not None and native.has_held else min(2 * self._wait, _MOST_WAITED)
-        new._due = 0 if GUARD is None else new._wait + 1
+        new._due = new._wait + 1
         return new if new.holds() else None  # else one of the old ones is still in another place
 
     def _num_objects(self) -> int:

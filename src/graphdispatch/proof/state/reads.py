@@ -364,9 +364,9 @@ class StateReads(Traversal):
         """What a module holds for torch."""
         self.modules.append(module)
         for name in MEMBERS:
-            members = table.get(name)
+            members: Any = table.get(name)
             # Also one that is empty and may get its first. A scripted module keeps its members elsewhere.
-            if members is not None and issubclass(type(members), dict):
+            if issubclass(type(members), dict):
                 self.contents.append(members)
                 yield from members.items()
         for name in self._hook_names:
