@@ -1,21 +1,25 @@
 """Small faults in the modules where a silent mistake is a wrong answer: which ones do the tests notice?
 
-``python -m tests.mutants`` puts faults into each module of ``TABLE``, one at a time: a comparison turned round, a
-condition negated, a number off by one, ``and`` for ``or``, a statement left out, a ``return`` without its value. Such a
-mutant is killed if one of the module's tests fails, crashes or hangs. Which faults are tried depends on the text of a
-module alone, and another line somewhere in it changes few of them. A mutant that ``mutants.json`` has as killed, and
-that lives now, is LOST, and the exit code is 1: run this before and after you merge or delete tests. ``--write`` keeps
-the outcome in ``mutants.json``; ``--tidy`` removes what the modules no longer say, and runs nothing.
+``python -m tests.mutants`` puts faults into each module of the packages of ``TABLE``, one at a time: a comparison
+turned round, a condition negated, a number off by one, ``and`` for ``or``, a statement left out, a ``return`` without
+its value. Such a mutant is killed if one of the package's tests fails, crashes or hangs. Which faults are tried depends
+on the text of a module alone, and another line somewhere in it changes few of them.
 
-The module's tests run once as they are, which shows the statements that each of them executes. A mutant is shown to
-the tests that execute its statement, the quickest first. A process imports torch once and forks for each mutant, which
-takes the place of the module as it is imported: no file changes. Python's path is run (``GRAPHDISPATCH_NATIVE=0``): the
-native core would hide what Python does.
+``mutants.json`` has what became of each: killed, or not, or a sentence that says why it is no fault. A mutant that was
+killed, and lives now, is LOST, and the exit code is 1: run this before and after you merge or delete tests. ``--write``
+keeps the outcome; ``--tidy`` removes what the modules no longer say, and runs nothing.
+
+The tests are collected once, and run once as they are, which shows the statements that each of them executes. A mutant
+is shown to the tests that execute its statement, the quickest first, in a fork of that process, whose functions get its
+code; no file changes. Where a statement runs at import already, a fork imports the mutant in the module's place.
+Python's path is run (``GRAPHDISPATCH_NATIVE=0``), since the native core would hide what Python does; but for
+``tests/native``, which see what is left.
 """
 
 import argparse
 import ast
 import builtins
+import gc
 import hashlib
 import importlib
 import importlib.machinery
@@ -25,73 +29,31 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "graphdispatch"
 KNOWN = Path(__file__).with_suffix(".json")
 PER_MODULE = 25
-LIMIT_S = 240.0
-"""The tests of one module take less."""
 SHOWN_S = 20.0
-"""A mutant is shown to tests that take so long in all, so that a module takes ten minutes at most."""
+"""A mutant is shown to tests that take so long in all, so that a module takes minutes at most."""
 
-_ROWS = [f"tests/proof/rows/test_{part}.py" for part in ("run", "programs", "slots", "op_samples")]
-_CHECK = ["tests/proof/check", "tests/behaviour/test_guarantees.py"]
-_STATE = ["tests/behaviour/test_python_state.py", "tests/proof/state"]
-_FOOTGUNS = "tests/behaviour/test_footguns_{}.py"
+_CAPTURE = ["tests/proof/check", "tests/proof/state", "tests/behaviour", "tests/runtime"]
 TABLE: dict[str, list[str]] = {
-    **dict.fromkeys(
-        [f"proof/rows/{name}" for name in ("batches", "calls", "creation", "elementwise", "experts", "functions")],
-        _ROWS,
-    ),
-    **dict.fromkeys(
-        [f"proof/rows/{name}" for name in ("labels", "places", "products", "rules", "run", "views")], _ROWS
-    ),
-    "proof/rows/custom": ["tests/proof/rows/test_custom.py"],
-    "proof/rows/scripts": _ROWS,
-    "proof/rows/verdict": [*_ROWS, "tests/runtime/test_branches_by_size.py", "tests/runtime/test_dims.py"],
-    **dict.fromkeys([f"proof/check/{name}" for name in ("compare", "failures", "gain")], _CHECK),
-    "proof/check/attempt": [*_CHECK, _FOOTGUNS.format("state"), "tests/runtime/test_dims.py"],
-    "proof/check/eager_run": [*_CHECK, _FOOTGUNS.format("state"), _FOOTGUNS.format("ambient")],
-    "proof/check/lengths": ["tests/runtime/test_dims.py", _FOOTGUNS.format("dims"), "tests/property/test_dims.py"],
-    "proof/check/licence": [
-        *(*_CHECK, "tests/runtime/test_argument_metadata.py", "tests/runtime/test_branches_by_size.py"),
-        *(_FOOTGUNS.format("arguments"), _FOOTGUNS.format("dims"), "tests/runtime/test_dims.py"),
-        *("tests/runtime/test_batches_in_parts.py", "tests/engines/test_dispatcher.py"),
-    ],
-    "proof/check/make_entry": [*_CHECK, "tests/runtime/test_outputs.py", "tests/runtime/test_dims.py"],
-    "proof/check/piecewise": ["tests/proof/check/test_piecewise.py", "tests/proof/check/test_breaks.py"],
-    "proof/check/pipeline": [*_CHECK, "tests/runtime/test_dims.py"],
-    "proof/check/recording": [*_CHECK, _FOOTGUNS.format("breaks"), _FOOTGUNS.format("outputs")],
-    "proof/check/row_proof": [*_CHECK, "tests/runtime/test_branches_by_size.py", "tests/runtime/test_dims.py"],
-    **{
-        f"proof/state/{name}": [*_STATE, _FOOTGUNS.format("state")]
-        for name in ("guards", "objects", "reads", "snapshot", "walk")
-    },
-    "proof/watch/bytecode": ["tests/proof/check", *_STATE],
-    "proof/watch/effects": [*_CHECK, "tests/backends", _FOOTGUNS.format("state")],
-    "proof/watch/operator_trace": [*_CHECK, "tests/runtime/test_branches_by_size.py"],
-    "proof/watch/trace": [*_STATE, "tests/proof/check/test_tracing.py", _FOOTGUNS.format("state")],
-    "record": ["tests/runtime/test_plain_capturer.py"],
-    "runtime/cache": [f"tests/runtime/test_{part}.py" for part in ("graph_cache", "memory", "capture_share")],
-    "runtime/decide": ["tests/runtime", "tests/vocabulary"],
-    "runtime/entry": ["tests/runtime", _FOOTGUNS.format("outputs")],
-    "runtime/outputs": [
-        *("tests/runtime", _FOOTGUNS.format("outputs")),
-        "tests/behaviour/test_surroundings.py::test_static_outputs_stay_where_they_are",
-    ],
-    "runtime/parts": ["tests/runtime/test_batches_in_parts.py"],
-    "runtime/replay": ["tests/runtime", "tests/behaviour/test_faults_backend.py", "tests/behaviour/test_guarantees.py"],
-    "runtime/rules": ["tests/runtime", _FOOTGUNS.format("rows"), "tests/api"],
-    "runtime/server": ["tests/runtime", "tests/behaviour/test_guarantees.py", "tests/api"],
-    "runtime/signature": ["tests/runtime", "tests/api", _FOOTGUNS.format("arguments"), _FOOTGUNS.format("ambient")],
-    "runtime/static_inputs": ["tests/runtime", "tests/property/test_dims.py"],
+    "proof/rows": ["tests/proof/rows", "tests/proof/check", "tests/runtime"],
+    "proof/check": [*_CAPTURE, "tests/property/test_dims.py"],
+    "proof/state": [*_CAPTURE, "tests/native/test_guard.py"],
+    "proof/watch": [*_CAPTURE, "tests/backends"],
+    "runtime": ["tests/runtime", "tests/behaviour", "tests/api", "tests/vocabulary", "tests/native/test_hit.py"],
+    "record": ["tests/runtime"],
     "engines/keys": ["tests/engines/test_key_dispatcher.py", "tests/property/test_tables.py"],
 }
-"""The modules, and the tests that each one's mutants are shown to."""
+"""The packages and modules, and the tests that their mutants are shown to."""
+_WITH_CORE = "tests/native"
 
 
 class Edit(NamedTuple):
@@ -147,7 +109,13 @@ def _of_statement(statement: ast.stmt) -> Iterator[ast.AST]:
     while ahead:
         node = ahead.pop()
         yield node
-        ahead += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
+        children = (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt))
+        ahead += [child for child in children if not _says_nothing(node, child)]
+
+
+def _says_nothing(parent: ast.AST, node: ast.AST) -> bool:
+    """Whether a node is an annotation, or has ``zip`` compare lengths that are equal."""
+    return node is getattr(parent, "annotation", None) or (isinstance(node, ast.keyword) and node.arg == "strict")
 
 
 def edits(tree: ast.Module) -> list[Edit]:
@@ -205,36 +173,67 @@ def chosen_names(path: Path, count: int = PER_MODULE) -> list[str]:
     return [name for name in named if name in drawn]
 
 
-def mutant(path: Path, name: str) -> tuple[Any, int]:
+def _compiled(text: str | ast.Module, path: Path) -> CodeType:
+    code: CodeType = compile(text, str(path), "exec", dont_inherit=True)
+    return code
+
+
+def mutant(path: Path, name: str) -> tuple[CodeType, int]:
     """The code of a mutant, and the number of its statement."""
     text = path.read_text()
     tree = ast.parse(text)
     edit = named_edits(text, tree)[name]
     edit.apply()
-    return compile(ast.fix_missing_locations(tree), str(path), "exec", dont_inherit=True), edit.statement
+    return _compiled(ast.fix_missing_locations(tree), path), edit.statement
 
 
 _SEEN = "__executed_statements__"
 
 
-def _noting(path: Path) -> Any:
-    """The code of a module that notes which statement of its functions is executed, by number, in a builtin."""
+def _noting(path: Path, first: int) -> tuple[CodeType, int]:
+    """The code of a module that notes which statement of its functions is executed, by number from ``first`` on; and
+    how many statements there are."""
     tree = ast.parse(path.read_text())
     places = [(block, block[index]) for block in _blocks(tree) for index in range(len(block))]
-    setattr(builtins, _SEEN, bytearray(len(places)))
-    for number, (block, statement) in enumerate(places):
+    for number, (block, statement) in enumerate(places, first):
         if not _is_text(statement):
             block.insert(block.index(statement), ast.parse(f"{_SEEN}[{number}] = 1").body[0])
-    return compile(ast.fix_missing_locations(tree), str(path), "exec", dont_inherit=True)
+    return _compiled(ast.fix_missing_locations(tree), path), len(places)
 
 
-class _Profile:
-    """A plug-in of pytest: how long each test takes, and which statements it executes."""
+def _versions(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """The code within some code, each with what it is in another version of that."""
+    yield old, new
+    olds, news = ([one for one in code.co_consts if isinstance(one, CodeType)] for code in (old, new))
+    for pair in zip(olds, news, strict=True) if len(olds) == len(news) else ():
+        yield from _versions(*pair)
 
-    def __init__(self) -> None:
-        self.seen: bytearray = getattr(builtins, _SEEN)
-        self.found: dict[str, tuple[float, list[int]]] = {}
+
+class _Trying:
+    """A plug-in of pytest that tries mutants, ``wanted`` by module, with the tests that were collected.
+
+    ``outcomes`` has whether each was killed; or the tests that it is to be shown to, where its statement runs at import
+    and so has run already.
+    """
+
+    def __init__(self, wanted: Mapping[str, list[str]], out: Any) -> None:
+        self.wanted, self.out = wanted, out
+        self.outcomes: dict[str, dict[str, bool | list[str]]] = {name: {} for name in wanted}
+        self.codes: dict[str, tuple[CodeType, int]] = {}
+        count = 0
+        for name in wanted:
+            code, number = _noting(_path(name), count)
+            self.codes[name] = code, count
+            count += number
+        self.seen = bytearray(count)
+        setattr(builtins, _SEEN, self.seen)
+        self.spent: dict[str, float] = {}
+        self.executed: dict[str, list[int]] = {}
+        self.failed: list[str] = []
+        """The tests that fail without a fault, and so show nothing."""
         self.at_import: list[int] = []
+        self.functions: dict[int, list[FunctionType]] = {}
+        """The functions that there are, by the ``id`` of their code."""
 
     def _take(self) -> list[int]:
         numbers = [number for number, is_seen in enumerate(self.seen) if is_seen]
@@ -243,10 +242,82 @@ class _Profile:
 
     def pytest_collection_finish(self) -> None:
         self.at_import = self._take()
+        for one in gc.get_objects():
+            if type(one) is FunctionType:
+                self.functions.setdefault(id(one.__code__), []).append(one)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        before, numbers = self.found.get(report.nodeid, (0.0, []))
-        self.found[report.nodeid] = before + report.duration, numbers + self._take()
+        test = report.nodeid
+        self.spent[test] = self.spent.get(test, 0.0) + report.duration
+        self.executed[test] = self.executed.get(test, []) + self._take()
+        if report.failed:
+            self.failed.append(test)
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "profile.json"
+
+            def profile() -> bool:
+                _passes(session, session.items, stops=False)
+                file.write_text(json.dumps([self.spent, self.executed, self.failed]))
+                return True
+
+            if not _in_child(profile, float("inf")):
+                raise SystemExit("the tests end the process without a fault")
+            self.spent, self.executed, self.failed = json.loads(file.read_text())
+        took = f"{len(self.spent)} tests in {time.monotonic() - began:.0f} s"
+        print(took, *self.failed, sep="\n    fails without a fault: ", file=self.out, flush=True)
+        for name, mutants in self.wanted.items():
+            for one in mutants:
+                self.outcomes[name][one] = self._try(session, name, one)
+        return True
+
+    def _try(self, session: Any, name: str, one: str) -> bool | list[str]:
+        noting, first = self.codes[name]
+        code, number = mutant(_path(name), one)
+        usable = (test for test in self.spent if test not in self.failed and test.startswith(tuple(tests_of(name))))
+        quickest = sorted(usable, key=self.spent.__getitem__)
+        tests = [test for test in quickest if first + number in self.executed[test]]
+        plain = {id(old): as_is for old, as_is in _versions(noting, _compiled(_path(name).read_text(), _path(name)))}
+        changed = ((old, new) for old, new in _versions(noting, code) if new != plain[id(old)])
+        versions = [(fn, new) for old, new in changed for fn in self.functions.get(id(old), ())]
+        is_late = first + number in self.at_import
+        if is_late or any(fn.__code__.co_freevars != new.co_freevars for fn, new in versions):
+            return _shown([*tests, *(test for test in quickest if is_late and test not in tests)], self.spent)
+        tests = _shown(tests, self.spent)
+        items = {item.nodeid: item for item in session.items}
+
+        def passes() -> bool:
+            for function, new in versions:
+                function.__code__ = new
+            return _passes(session, [items[test] for test in tests])
+
+        return _is_killed(name, one, passes, tests, self.spent, self.out)
+
+
+def _passes(session: Any, items: list[Any], *, stops: bool = True) -> bool:
+    """Run tests, until one fails if that ``stops`` them; whether none has."""
+    for item, after in zip(items, [*items[1:], None], strict=True):
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+        if stops and session.testsfailed:
+            return False
+    return True
+
+
+def _shown(tests: list[str], spent: Mapping[str, float]) -> list[str]:
+    """The tests that a mutant is shown to, of these."""
+    return tests[: sum(one <= SHOWN_S for one in accumulate(map(spent.__getitem__, tests))) + 1]
+
+
+def _is_killed(
+    name: str, one: str, passes: Callable[[], bool], tests: list[str], spent: Mapping[str, float], out: Any
+) -> bool:
+    """Whether a mutant is killed by tests that took so long without a fault."""
+    is_killed = bool(tests) and not _in_child(passes, 30 + 5 * sum(map(spent.__getitem__, tests)))
+    if not is_killed:
+        print(f"    {name} lives after {len(tests)} tests: {one}", file=out, flush=True)
+    return is_killed
 
 
 class _Chosen:
@@ -259,13 +330,12 @@ class _Chosen:
         items[:] = sorted((one for one in items if one.nodeid in self.places), key=lambda one: self.places[one.nodeid])
 
 
-def _in_child(path: Path, code: Any, tests: list[str], plugin: Any, done: Callable[[], None], limit_s: float) -> bool:
-    """In a forked child: import this code in place of the module, and run the tests until one fails. Whether all of
-    them succeed, within the limit; then the child has called ``done``."""
+def _in_child(job: Callable[[], bool], limit_s: float) -> bool:
+    """What a job gives in a forked child; False if the child ends in another way, or not within the limit."""
     child = os.fork()
     if not child:
         try:
-            os._exit(0 if _run(path, code, tests, plugin) == 0 and done() is None else 1)
+            os._exit(0 if job() else 1)
         finally:
             os._exit(1)
     end = time.monotonic() + limit_s
@@ -279,11 +349,12 @@ def _in_child(path: Path, code: Any, tests: list[str], plugin: Any, done: Callab
     return False
 
 
-def _run(path: Path, code: Any, tests: list[str], plugin: Any) -> int:
-    found, target = importlib.machinery.SourceFileLoader.get_code, str(path)
+def _run(codes: Mapping[str, CodeType], tests: list[str], plugin: Any) -> bool:
+    """Run tests with this code in the places of modules, by path; whether none fails."""
+    found = importlib.machinery.SourceFileLoader.get_code
 
     def get_code(self: Any, fullname: str) -> Any:
-        return code if self.path == target else found(self, fullname)
+        return codes[self.path] if self.path in codes else found(self, fullname)
 
     importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
     quiet = os.open(os.devnull, os.O_WRONLY)
@@ -293,44 +364,63 @@ def _run(path: Path, code: Any, tests: list[str], plugin: Any) -> int:
 
     os.chdir(ROOT)
     quietly = "-x -q --no-header -p no:cacheprovider -p no:xdist -W ignore::pytest.PytestAssertRewriteWarning"
-    return int(pytest.main([*quietly.split(), "--front-ends", "graphed", *tests], plugins=[plugin]))
+    return pytest.main([*quietly.split(), "--front-ends", "graphed", *tests], plugins=[plugin]) == 0
 
 
-def try_module(name: str, count: int) -> dict[str, bool]:
-    """For each mutant of a module whether it is killed."""
-    path, tests = ROOT / "src" / "graphdispatch" / f"{name}.py", TABLE[name]
-    code, began = _noting(path), time.monotonic()
-    profile = _Profile()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "profile.json"
-        done = lambda: file.write_text(json.dumps([profile.found, profile.at_import])) and None  # noqa: E731
-        if not _in_child(path, code, tests, profile, done, LIMIT_S):
-            raise SystemExit(f"{name}: its tests fail without a fault, or take more than {LIMIT_S:g} s")
-        found, at_import = json.loads(file.read_text())
-    print(f"{name}: {len(found)} tests in {time.monotonic() - began:.0f} s", flush=True)
-    killed = {}
-    for one in chosen_names(path, count):
-        code, number = mutant(path, one)
-        quickest = sorted(found, key=lambda test: found[test][0])
-        executing = [test for test in quickest if number in found[test][1]]
-        if number in at_import:
-            executing += [test for test in quickest if test not in executing]
-        spent = list(accumulate(found[test][0] for test in executing))
-        executing = executing[: sum(one <= SHOWN_S for one in spent) + 1]
-        files = list(dict.fromkeys(test.partition("::")[0] for test in executing))
-        limit_s = 30 + 5 * sum(found[test][0] for test in executing)
-        lives = not executing or _in_child(path, code, files, _Chosen(executing), lambda: None, limit_s)
-        killed[one] = not lives
-        if lives:
-            print(f"    lives after {len(executing)} tests: {one}", flush=True)
-    print(f"{name}: {sum(killed.values())} of {len(killed)} killed in {time.monotonic() - began:.0f} s", flush=True)
+def try_modules(names: list[str], count: int) -> dict[str, dict[str, bool]]:
+    """For each mutant of each module whether it is killed."""
+    killed = {name: dict.fromkeys(chosen_names(_path(name), count), False) for name in names}
+    out = os.fdopen(os.dup(1), "w")
+    for has_core in (False, True):
+        tests = {name: [one for one in tests_of(name) if one.startswith(_WITH_CORE) is has_core] for name in names}
+        wanted = {name: [one for one in killed[name] if not killed[name][one]] for name in names if tests[name]}
+        if not any(wanted.values()):
+            continue
+        os.environ["GRAPHDISPATCH_NATIVE"] = str(int(has_core))
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "outcomes.json"
+
+            def session(wanted: dict[str, list[str]] = wanted, tests: Any = tests, file: Path = file) -> bool:
+                trying = _Trying(wanted, out)
+                codes = {str(_path(name)): trying.codes[name][0] for name in wanted}
+                _run(codes, list(dict.fromkeys(one for name in wanted for one in tests[name])), trying)
+                file.write_text(json.dumps([trying.outcomes, trying.spent]))
+                return True
+
+            if not _in_child(session, float("inf")):
+                raise SystemExit("the tests could not be run")
+            outcomes, spent = json.loads(file.read_text())
+        for name, found in outcomes.items():
+            for one, outcome in found.items():
+                if isinstance(outcome, list):
+                    codes = {str(_path(name)): mutant(_path(name), one)[0]}
+                    files = list(dict.fromkeys(test.partition("::")[0] for test in outcome))
+                    passes = lambda c=codes, f=files, t=outcome: _run(c, f, _Chosen(t))  # noqa: E731
+                    found[one] = _is_killed(name, one, passes, outcome, spent, out)
+            killed[name] |= found
     return killed
 
 
-def tidied(known: dict[str, dict[str, bool]]) -> dict[str, dict[str, bool]]:
+def _path(name: str) -> Path:
+    return SOURCE / f"{name}.py"
+
+
+def tests_of(name: str) -> list[str]:
+    """The tests that the mutants of a module are shown to."""
+    return next(tests for home, tests in TABLE.items() if name == home or name.startswith(f"{home}/"))
+
+
+def modules() -> list[str]:
+    """The modules of ``TABLE``, whose functions can be changed."""
+    names = (path.relative_to(SOURCE).with_suffix("").as_posix() for path in sorted(SOURCE.rglob("*.py")))
+    within = (name for name in names if any(name == home or name.startswith(f"{home}/") for home in TABLE))
+    return [name for name in within if chosen_names(_path(name))]
+
+
+def tidied(known: dict[str, dict[str, bool | str]]) -> dict[str, dict[str, bool | str]]:
     """Without what is no longer in the modules."""
-    texts = {name: (ROOT / "src" / "graphdispatch" / f"{name}.py") for name in known if name in TABLE}
-    named = {name: named_edits(path.read_text(), ast.parse(path.read_text())) for name, path in texts.items()}
+    paths = {name: _path(name) for name in known if _path(name).exists()}
+    named = {name: named_edits(path.read_text(), ast.parse(path.read_text())) for name, path in paths.items()}
     return {name: {one: known[name][one] for one in known[name] if one in named[name]} for name in named}
 
 
@@ -342,11 +432,10 @@ def main() -> None:
     parser.add_argument("--tidy", action="store_true", help="remove from mutants.json what the modules no longer say")
     parser.add_argument("--count", type=int, default=PER_MODULE, help="mutants of a module; default: %(default)s")
     chosen = parser.parse_args()
-    known: dict[str, dict[str, bool]] = json.loads(KNOWN.read_text())
+    known: dict[str, dict[str, bool | str]] = json.loads(KNOWN.read_text())
     if chosen.tidy:
         KNOWN.write_text(json.dumps(tidied(known), indent=1) + "\n")
         return
-    os.environ["GRAPHDISPATCH_NATIVE"] = "0"
     os.environ["PYTHONHASHSEED"] = "0"
     sys.path.insert(0, str(ROOT / "src"))  # the faults are put into this tree, wherever another is installed
     for heavy in ("hypothesis", "pytest", "torch._dynamo", "torch._inductor.utils"):  # once, before the forks
@@ -355,12 +444,14 @@ def main() -> None:
 
     torch.set_num_threads(1)
     lost = []
-    for name in chosen.modules or TABLE:
-        found = try_module(name, chosen.count)
-        lost += [f"{name}: LOST {one}" for one, killed in found.items() if known.get(name, {}).get(one) and not killed]
-        known[name] = found
-        if chosen.write:
-            KNOWN.write_text(json.dumps(known, indent=1) + "\n")
+    for name, found in try_modules(chosen.modules or modules(), chosen.count).items():
+        before = known.get(name, {})
+        lost += [f"{name}: LOST {one}" for one, is_killed in found.items() if before.get(one) is True and not is_killed]
+        reasons = {one: text for one, text in before.items() if isinstance(text, str) and found.get(one) is False}
+        print(f"{name}: {sum(found.values())} of {len(found)} killed, {len(reasons)} are no faults")
+        known[name] = found | reasons
+    if chosen.write:
+        KNOWN.write_text(json.dumps(known, indent=1) + "\n")
     print(*lost, sep="\n")
     sys.exit(bool(lost))
 
