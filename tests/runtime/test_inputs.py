@@ -97,6 +97,39 @@ def test_buffers_after_any_sequence(rule: str, dim: int, batches: Sequence[tuple
             torch.testing.assert_close(view[rows:], expected)
 
 
+class Noted(Pad):
+    """Zeros; notes how many rows it fills, each time."""
+
+    follows_data = False
+
+    def __init__(self) -> None:
+        self.filled: list[int] = []
+
+    def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any]:
+        """Fills them, and notes it."""
+        return lambda: (self.filled.append(padding.shape[dim]), padding.zero_())
+
+
+@pytest.mark.parametrize(("dim", "filled"), [(0, [3, 1, 2]), (1, [2, 3, 2])], ids=["rows", "columns"])
+def test_padding_that_is_there_is_not_put_again(dim: int, filled: list[int]) -> None:
+    """Where rows lie one behind the other, what a longer batch has left is filled; else all, after another batch."""
+    pad = Noted()
+    inputs = StaticInputs([spec(dim, pad)], CAPACITY)
+    for rows in (3, 3, 2, 5, 5, 3):
+        inputs.load([torch.ones(rows, 3).movedim(0, dim)], rows, 5)
+    assert pad.filled == filled
+
+
+def test_so_many_batches_are_kept_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is prepared twice until there are too many; then all begin anew."""
+    monkeypatch.setattr("graphdispatch.runtime.static_inputs._MOST_PREPARED", 3)
+    inputs, kept = StaticInputs([spec(0, Pad.zero())], CAPACITY), []
+    for rows in (5, 4, 3, 2, 1):
+        inputs.load([torch.ones(rows, 3)], rows, CAPACITY)
+        kept.append((len(inputs._targets), len(inputs._fills)))
+    assert kept == [(1, 1), (2, 2), (3, 3), (1, 1), (2, 2)]
+
+
 def test_where_buffers_lie() -> None:
     """Every size is a view of one buffer, in the memory order of the argument; one without a batch is copied whole."""
     inputs = StaticInputs([spec(0, Pad.zero()), spec(None, Pad.zero(), position=1)], CAPACITY)

@@ -87,6 +87,18 @@ def test_an_expanded_output_is_returned(outputs: str, dim: int) -> None:
     assert step.stats.hits == 3
 
 
+@pytest.mark.parametrize("outputs", ["view", "static"])
+def test_an_answer_is_given_back_beside_an_argument_that_is_written(outputs: str) -> None:
+    """It lies in the graph's memory, and what is written does not."""
+    step = make(lambda x, n: (n.add_(1), x * 2)[1], dynamic={"x": 0, "n": 0}, sizes=(4,), outputs=outputs)
+    x, n = torch.ones(4, 3), torch.zeros(4)
+    for turn in range(6):
+        x = value_of(step(x, n))
+        assert bool((x == 2 ** (turn + 1)).all())
+        assert bool((n == turn + 1).all())
+    assert step.stats.hits == 4
+
+
 ONE = torch.ones(1)
 CHANGED = [(3, 4), (3, 3.0), (0.0, -0.0), (object(), object()), ([1], [1, 1]), (ONE, 1), ({"a": [ONE]}, {"b": [ONE]})]
 

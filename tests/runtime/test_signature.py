@@ -147,21 +147,23 @@ def test_what_stands_in_for_an_argument_has_its_properties(monkeypatch: pytest.M
         assert step.last_decision.reason is Reason.EXACT
 
 
-LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
-    "parameter": (OTHERS["parameter"], lambda: nn.Parameter(torch.randn(2, 3), requires_grad=False)),
-    "transposed": (OTHERS["transposed"], lambda: torch.randn(3, 7).T),
-    "gaps": (OTHERS["gaps"], lambda: torch.randn(2, 9)[:, ::2][:, :3]),
-    "expanded": (OTHERS["expanded"], lambda: torch.randn(2, 1).expand(2, 3)),
-    "offset": (lambda: torch.randn(4, 3)[1:], lambda: torch.randn(9, 3)[5:]),
-    "large strides": (lambda: torch.randn(2**15, 3)[::5000], lambda: torch.randn(8, 3)[::2]),
+LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], bool]] = {
+    "parameter": (OTHERS["parameter"], lambda: nn.Parameter(torch.randn(2, 3), requires_grad=False), True),
+    "transposed": (OTHERS["transposed"], lambda: torch.randn(3, 7).T, True),
+    "gaps": (OTHERS["gaps"], lambda: torch.randn(2, 9)[:, ::2][:, :3], False),
+    "expanded": (OTHERS["expanded"], lambda: torch.randn(2, 1).expand(2, 3), False),
+    "offset": (lambda: torch.randn(4, 3)[1:], lambda: torch.randn(9, 3)[5:], True),
+    "large strides": (lambda: torch.randn(2**15, 3)[::5000], lambda: torch.randn(8, 3)[::2], False),
 }
+"""Two batches of each, and whether they leave no gaps in memory."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_matches_itself(layout: str) -> None:
     """Order in memory and gaps are compared, not the strides themselves; no other layout is taken for it."""
-    first, second = LAYOUTS[layout]
+    first, second, is_dense = LAYOUTS[layout]
     step = serving(first)
+    assert step.entries[0].inputs.specs[0].is_dense is is_dense
     assert serves(step, second)
     assert layout in ("offset", "large strides") or not serves(step, drawn(4, 3))
 
@@ -177,6 +179,19 @@ def test_rows_of_two_arguments_agree() -> None:
     assert [serves(last, drawn(rows, 9)) for rows in (3, 4)] == [True, False]
     fixed = serving(drawn(4, 3), dynamic={})
     assert [serves(fixed, drawn(rows, 3)) for rows in (4, 3)] == [True, False]
+
+
+def test_shapes_that_fit_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compared once, until there are too many of them; those that do not fit are not kept."""
+    monkeypatch.setattr("graphdispatch.runtime.signature._MOST_SHAPES", 2)
+    signature = serving(drawn(4, 3))._route.groups[0].signature
+    (check,) = signature._checks
+    check.shapes.clear()
+    for rows, width in ((4, 3), (2, 5), (4, 3), (2, 3), (9, 3)):
+        assert signature.match([torch.randn(rows, width)]) == (rows if width == 3 else NO_MATCH)
+    assert [[*shape] for shape in check.shapes] == [[9, 3]]
+    signature.match([torch.randn(4, 3)])
+    assert [[*shape] for shape in check.shapes] == [[9, 3], [4, 3]]
 
 
 CONSTANTS: list[tuple[Any, ...]] = [

@@ -1,6 +1,8 @@
 """``EffectRecorder``: what a run writes that is not its own can be undone, and done again."""
 
+import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -8,8 +10,16 @@ import pytest
 import torch
 
 from graphdispatch import Reason
+from graphdispatch.backends import get_backend
 from graphdispatch.errors import CaptureError
-from graphdispatch.proof.watch.effects import EffectRecorder, element_offsets, first_uncovered, redo, undo
+from graphdispatch.proof.watch.effects import (
+    EffectRecorder,
+    element_offsets,
+    first_uncovered,
+    redo,
+    retry_once,
+    undo,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
 LIMIT = 1 << 20
@@ -18,7 +28,7 @@ FEW, OTHERS = torch.tensor([1, 2]), torch.tensor([0, 3])
 
 
 def _written(write: Write, state: torch.Tensor) -> EffectRecorder:
-    with EffectRecorder(LIMIT) as effects:
+    with EffectRecorder(LIMIT).watching() as effects:
         write(state)
     return effects
 
@@ -57,6 +67,8 @@ WRITES: dict[str, Write] = {
     "whole_then_index": lambda s: (s.add_(1), s.__setitem__(torch.tensor([0]), 5.0)),
     "random": lambda s: s.normal_(),
     "foreach": lambda s: torch._foreach_add_([s[0], s[2]], 1.0),
+    "numpy": lambda s: s.numpy().fill(5),
+    "storage": lambda s: s.untyped_storage().fill_(5),
 }
 
 
@@ -78,7 +90,7 @@ def test_undo_and_redo(write: Write, mode: Callable[[], Any]) -> None:
     assert torch.equal(state, after)
 
 
-@pytest.mark.parametrize("write", [w for name, w in WRITES.items() if name != "random"])
+@pytest.mark.parametrize("write", [w for name, w in WRITES.items() if name not in ("random", "storage")])
 def test_element_offsets_hold_all_that_changed(write: Write) -> None:
     """The offsets of a run's regions include each element that it changed."""
     state = torch.zeros(4, 3)
@@ -93,12 +105,14 @@ def test_indexed_write_saves_only_its_rows() -> None:
 
 
 def test_own_memory_is_not_saved() -> None:
-    """Writes to what the run made itself are nobody else's business."""
+    """Writes to what the run made itself are nobody else's business, and reads no writes."""
 
     def run(x: torch.Tensor) -> None:
         (x * 2).add_(1)
         torch.zeros(3)[1:].fill_(2.0)
         torch.tensor([1.0]).add_(1)
+        (x * 2).numpy().fill(5)
+        x.numpy().sum()  # what is only read
 
     assert _written(run, torch.ones(3)).regions == []
 
@@ -166,3 +180,36 @@ def test_attention_draws_only_for_its_dropout(dropout: float, draws: bool) -> No
     attend = torch.nn.functional.scaled_dot_product_attention
     effects = _written(lambda q: attend(q, q, q, dropout_p=dropout), torch.randn(2, 4, 8, 16))
     assert effects.uses_rng is draws
+
+
+def _time_limit(*_: Any) -> None:
+    raise TimeoutError
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "raised"),
+    [
+        (RuntimeError, None, None),
+        (RuntimeError, ValueError, ValueError),
+        (KeyboardInterrupt, None, KeyboardInterrupt),
+        (signal.SIGUSR1, None, TimeoutError),
+    ],
+)
+def test_putting_back_is_tried_twice(first: Any, second: Any, raised: Any) -> None:
+    """The second time counts; but nobody swallows what stops the program, or a signal's handler raised."""
+    faults = [second, first]
+
+    def put_back() -> None:
+        fault = faults.pop()
+        if isinstance(fault, signal.Signals):
+            signal.raise_signal(fault)
+        elif fault is not None:
+            raise fault
+
+    before = signal.signal(signal.SIGUSR1, _time_limit)
+    try:
+        with pytest.raises(raised) if raised else nullcontext():
+            retry_once(put_back, get_backend("cpu"))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not faults

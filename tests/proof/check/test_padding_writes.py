@@ -130,11 +130,35 @@ def test_slots_that_do_not_follow_the_rows_are_served(rows: int) -> None:
 
 def test_rows_that_are_written_by_a_mask_are_served() -> None:
     """An argument with rows holds its own padding, so that one row tells as much as many."""
-    step = gd.graphed(lambda x: x.masked_fill_(x < 0, 0) + 1, dynamic={"x": 0}, sizes=[2])
+    step = gd.graphed(lambda x: x.masked_fill_(x < 0, 0) + 1, dynamic={"x": 0}, sizes=[2], pad={"x": -1})
     for _ in range(4):
         x = torch.randn(1, 3)
         assert torch.equal(step(x.clone()), x.clamp(min=0) + 1)
     assert step.last_decision.reason is Reason.PADDED
+
+
+@pytest.mark.parametrize("writes", ["refuse", "allow"])
+def test_a_break_writes_nothing_for_padding_alone(writes: Any) -> None:
+    """Even where the user has allowed padding to write: real rows do not write to that memory at all."""
+    seen = torch.zeros(2)
+
+    def note(slots: Tensor) -> Tensor:
+        if bool((slots == 7).any()):
+            seen.add_(1)
+        return slots * 2
+
+    options = gd.CUDAGraphOptions(capture_after=1, padding_writes=writes, rows="independent")
+    step = gd.graphed(
+        lambda slots: gd.eager_break(note)(slots + 1) + 1,
+        dynamic={"slots": 0},
+        sizes=[4],
+        pad={"slots": 6},
+        mode="PIECEWISE",
+        options=options,
+    )
+    check_calls(step, *(torch.arange(rows) for rows in (4, 4, 4, 3, 3, 3)))
+    assert not seen.any()
+    assert step.last_decision.reason is Reason.PADDING_WRITES_STATE
 
 
 PADS = ["zero", 2, lambda padding, real: padding.zero_(), lambda padding, real: padding.fill_(2)]

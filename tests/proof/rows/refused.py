@@ -402,6 +402,7 @@ BY_INDEX: dict[str, Any] = {
     "flags of rows on a table": lambda x: put(torch.zeros(7, D), x[:, 0] > 0, 1.0)[:1] + x,
     "added by an order": lambda x: x + torch.zeros(200, D).index_add(0, x[:, 0].argsort(), x)[:1],
     "put by an order": lambda x: x.index_put((x[:, 0].argsort(),), x * 2),
+    "columns put in an order": lambda x: put(x, (slice(None), FIXED), x[x[:, 0].argsort()][:, :3]),
     "a table by an order": lambda x: x + TABLE.index_select(0, x[:, 0].argsort()),
     "in order": lambda x: x[x[:, 0].argsort()] * 2,
     "the first in order": lambda x: x + x[x[:, 0].argsort()][:1],

@@ -348,6 +348,9 @@ SIZED: dict[str, Callable[[Tensor], Any]] = {
     "convolution of an image": lambda x: F.conv2d(
         _image(x), torch.ones(4, 1, 3, 2), stride=(2, 1), padding=(3, 1), dilation=(2, 3)
     ),
+    "convolution by one number for both lengths": lambda x: torch.convolution(
+        _image(x), torch.ones(4, 1, 3, 2), None, [2], [1], [1], False, [0], 1
+    ),
     "transposed": lambda x: F.conv_transpose1d(
         x.mT, torch.ones(D, 4, 3), stride=3, padding=1, output_padding=2, dilation=2
     ),
