@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, Graphed, Pad, graphed
 from graphdispatch.backends.base import Graph
-from graphdispatch.backends.cpu.graph import CPUGraph, loop
+from graphdispatch.backends.cpu.backend import CPUGraph, loop
 from graphdispatch.demo import PRESETS, Decoder
 
 from .timing import Effort, Row, compared, interleaved
@@ -62,8 +62,8 @@ def _lines(
 def python_loop(graph: Graph) -> Callable[[], None]:
     """A replay of a graph on the CPU by Python's loop, even where there is a native tape."""
     assert isinstance(graph, CPUGraph)
-    assert graph.program is not None
-    return partial(loop, graph.program.steps)
+    assert graph.steps is not None
+    return partial(loop, graph.steps)
 
 
 def tiny_step(slots: int, sizes: tuple[int, ...]) -> tuple[Decoder, Graphed[[Tensor, Tensor, Tensor], Tensor]]:

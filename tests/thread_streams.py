@@ -26,8 +26,7 @@ import torch
 
 from graphdispatch.backends import available_backends, register_backend
 from graphdispatch.backends.base import Event, Pool, Stream
-from graphdispatch.backends.cpu.backend import CPUBackend, InlineStream
-from graphdispatch.backends.cpu.graph import CPUPool
+from graphdispatch.backends.cpu.backend import CPUBackend, CPUPool, InlineStream
 from graphdispatch.copying import NotCopied
 from graphdispatch.errors import BackendError
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import graphdispatch as gd
-from graphdispatch.backends.cpu.graph import CPUGraph
+from graphdispatch.backends.cpu.backend import CPUGraph
 
 from ..helpers import Lazy
 

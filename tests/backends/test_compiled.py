@@ -81,7 +81,7 @@ def test_compiled_code_is_one_call_of_a_graph() -> None:
     """The recording has the call of the compiled graph, none of the operators that it was made of, and its bits."""
     compiled = torch.compile(lambda x: (x * 2).sin().sum(1, keepdim=True) + x, fullgraph=True)
     compiled(torch.randn(4, 3))
-    assert len(follows(compiled, 4, 3).program) == 1
+    assert len(follows(compiled, 4, 3).steps) == 1
 
 
 def test_watching_does_not_end_compilation() -> None:

@@ -17,8 +17,8 @@ from ..helpers import compiled_operator, follows, recorded
 
 def test_what_need_not_run_is_not_replayed() -> None:
     """A view is no call of the graph; a pure operator of literals alone is none."""
-    assert len(follows(lambda x: x.t()[1:].unsqueeze(0) * 2, 4, 6).program) == 1
-    assert len(follows(lambda x: x + torch.tensor([1.0, 2.0]).exp().sum(), 4, 6).program) == 1
+    assert len(follows(lambda x: x.t()[1:].unsqueeze(0) * 2, 4, 6).steps) == 1
+    assert len(follows(lambda x: x + torch.tensor([1.0, 2.0]).exp().sum(), 4, 6).steps) == 1
 
 
 @pytest.mark.parametrize("batch_first", [False, True])

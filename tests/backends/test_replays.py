@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from graphdispatch.backends.cpu.graph import loop
+from graphdispatch.backends.cpu.backend import loop
 from graphdispatch.backends.operators import bits_equal, tensors_in
 from graphdispatch.native.tape import TAPE
 
@@ -155,7 +155,7 @@ def outcomes(fn: Callable[[Tensor], Any], x: Tensor) -> list[Any]:
     """What eager, Python's loop and a replay give of new values, from the same state, and the generator after it."""
     graph, out = recorded(lambda: fn(x))
     seen = []
-    for run in (None, partial(loop, graph.program.steps), graph.replay):
+    for run in (None, partial(loop, graph.steps), graph.replay):
         torch.manual_seed(3)
         GENERATOR.manual_seed(3)
         kept = []
@@ -187,7 +187,7 @@ def test_the_tape_takes_common_operators() -> None:
     ]
     graph, _ = recorded(lambda: [fn(x) for fn in usual])
     made = TAPE.module.Tape(print, print)
-    for one in graph.program.steps:
+    for one in graph.steps:
         schema = one.func._schema
         assert made.add(print, schema.name, schema.overload_name, *one.operands, one.outs), schema
 

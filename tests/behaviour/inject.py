@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from graphdispatch.backends import Capture, Pool, get_backend
-from graphdispatch.backends.cpu.backend import CPUBackend
-from graphdispatch.backends.cpu.graph import CPUGraph, CPUPool, Program, Step
+from graphdispatch.backends.cpu.backend import CPUBackend, CPUGraph, CPUPool
+from graphdispatch.backends.cpu.program import Step
 
 from ..helpers import are_free, may_capture
 
@@ -61,13 +61,14 @@ class Faults:
             if not self.replays:
                 return replay(graph)
             count, error = self.replays.pop(0)
-            program = graph.program
+            steps, tape = graph.steps, graph.tape
+            assert steps is not None
             fault = [Step(partial(_raise, error), _raise)] if error is not None else []
-            graph.program = Program([*program.steps[:count], *fault])
+            graph.steps, graph.tape = [*steps[:count], *fault], None
             try:
                 replay(graph)
             finally:
-                graph.program = program
+                graph.steps, graph.tape = steps, tape
 
         monkeypatch.setattr(CPUBackend, "begin_capture", begin_capture)
         monkeypatch.setattr(CPUPool, "take_arena", take_arena)

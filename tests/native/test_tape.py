@@ -7,7 +7,7 @@ import math
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from graphdispatch import ReplayError
 from graphdispatch.backends import get_backend
-from graphdispatch.backends.cpu.graph import CPUGraph, Program, Step, loop, run_and_copy
+from graphdispatch.backends.cpu.backend import CPUGraph, CPUPool, loop
+from graphdispatch.backends.cpu.program import Step, run_and_copy
 from graphdispatch.backends.operators import bits_equal
 from graphdispatch.native import tape
 
@@ -32,10 +33,11 @@ pytestmark = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
 aten = torch.ops.aten
 
 
-def program_of(graph: CPUGraph) -> Program:
+def steps_of(graph: CPUGraph) -> Sequence[Step]:
     """What the graph replays, by a tape."""
-    assert graph.program.tape is not None
-    return graph.program
+    assert graph.tape is not None
+    assert graph.steps is not None
+    return graph.steps
 
 
 def message(call: Callable[[], object]) -> tuple[type, str, list[str]]:
@@ -60,10 +62,10 @@ def test_errors_are_the_same(name: str) -> None:
     fn, good, bad = FAILING[name]
     x = good.clone()
     graph, _ = recorded(lambda: fn(x))
-    program = program_of(graph)
+    steps = steps_of(graph)
     graph.replay()
     x.fill_(bad)
-    python = message(partial(loop, program.steps))
+    python = message(partial(loop, steps))
     assert message(graph.replay) == python
     assert "aten." in python[2][0]
 
@@ -73,10 +75,10 @@ def test_other_shapes_are_refused() -> None:
     x = torch.randn(2, 3)
     place, call = torch.zeros(2), ((x,), {})
     step = Step(partial(run_and_copy, aten.relu.default, *call, (place,)), aten.relu.default, call, (place,))
-    program = Program([step])
-    kind, text, _ = message(partial(loop, program.steps))
+    graph, steps = CPUGraph(CPUPool(), [step]), [step]
+    kind, text, _ = message(partial(loop, steps))
     with pytest.raises(ReplayError, match=r"shapes \[\(2, 3\)\] where the graph holds \[\(2,\)\]") as caught:
-        program.run()
+        graph.replay()
     assert (kind, text) == (ReplayError, str(caught.value))
 
 
@@ -87,9 +89,9 @@ def test_warnings_become_python_s() -> None:
         Step(print, aten.add.out, ((x, x), {"out": out}), None),
         Step(print, aten.fill_.Scalar, ((marks, 1.0), {}), None),
     ]
-    program = Program(steps)
+    graph = CPUGraph(CPUPool(), steps)
     with pytest.raises(UserWarning, match="resized"):
-        program.run()
+        graph.replay()
     assert marks.tolist() == [0, 0]
 
 
@@ -117,7 +119,7 @@ def test_others_see_what_they_see_of_python(watch: Callable[[Any], Any]) -> None
     x = torch.randn(2, 3)
     graph, _ = recorded(lambda: (x @ x.t()).relu())
     seen = []
-    for run in (partial(loop, program_of(graph).steps), graph.replay):
+    for run in (partial(loop, steps_of(graph)), graph.replay):
         names: list[str] = []
         with watch(lambda func, result, names=names: (names.append(str(func)), result)[1]):
             run()
@@ -129,9 +131,9 @@ def test_autocast_changes_nothing() -> None:
     """A replay under autocast gives the bits of Python's loop under autocast."""
     x, w = torch.randn(2, 3), torch.randn(3, 3)
     graph, out = recorded(lambda: (x @ w).softmax(0))
-    program = program_of(graph)
+    steps = steps_of(graph)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loop(program.steps)
+        loop(steps)
         expected = out.clone()
         out.zero_()
         graph.replay()
@@ -141,10 +143,11 @@ def test_autocast_changes_nothing() -> None:
 def test_the_gil_is_released() -> None:
     """Two replays run at once: each waits within its replay for the other, through a call of Python's."""
     barrier = threading.Barrier(2, timeout=30)
-    programs = [
-        Program([Step(barrier.wait, "wait"), Step(print, aten.fill_.Scalar, ((torch.zeros(1), 1.0), {}))]) for _ in "ab"
+    graphs = [
+        CPUGraph(CPUPool(), [Step(barrier.wait, "wait"), Step(print, aten.fill_.Scalar, ((marks, 1.0), {}))])
+        for marks in torch.zeros(2, 1)
     ]
-    in_threads(*(program.run for program in programs))
+    in_threads(*(graph.replay for graph in graphs))
     assert not barrier.broken
 
 
@@ -169,14 +172,14 @@ def test_reset_frees_everything() -> None:
     x = [torch.randn(2, 3)]
     graph = recorded(lambda: (x[0].exp() + 1).sort(0))[0]
     graph.replay()
-    program = program_of(graph)
+    steps = steps_of(graph)
     arena = graph.arena
     storages = [StorageWeakRef(t.untyped_storage()) for t in (x[0], arena) if t is not None]
-    held = [weakref.ref(program), weakref.ref(program.steps[0].run)]
+    held = [weakref.ref(step.run) for step in steps]
     with collector_off():
         graph.reset()
-        x[0] = program = arena = None
-        assert [ref() for ref in held] == [None, None]
+        x[0] = steps = arena = None
+        assert [ref() for ref in held] == [None] * len(held)
         assert all(storage.expired() for storage in storages)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.backends.cpu import graph as graph_module
+from graphdispatch.backends.cpu import backend as backend_module
 from graphdispatch.native import tape
 from graphdispatch.native.tape import TapeExtension, cache_folder, fingerprint, torch_flags
 
@@ -168,7 +168,7 @@ def test_python_serves_until_it_is_ready(compiler: Compiler, monkeypatch: pytest
     says which."""
     compiler.block()
     extension = TapeExtension()
-    monkeypatch.setattr(graph_module, "TAPE", extension)
+    monkeypatch.setattr(backend_module, "TAPE", extension)
     x = torch.randn(3)
     graph, out = recorded(lambda: x * 2)
     assert extension._thread is not None
@@ -182,7 +182,7 @@ def test_python_serves_until_it_is_ready(compiler: Compiler, monkeypatch: pytest
         x.normal_()
         graph.replay()
         assert torch.equal(out, x * 2)
-        assert (graph.program.tape is not None) == is_ready
+        assert (graph.tape is not None) == is_ready
     assert not graph.describe()
 
 

@@ -107,9 +107,7 @@ def test_a_capture_sees_no_range_as_an_operator() -> None:
     check_rows(plain, *[3] * 3, width=4)
     assert ("serve decode", "capture more 4") in profiled(watched, 3)
     graphs = [one.entries[0].graph for one in (plain, watched)]
-    assert [[step.func for step in one.program.steps] for one in graphs] == [
-        [step.func for step in graphs[0].program.steps]
-    ] * 2
+    assert [[step.func for step in one.steps] for one in graphs] == [[step.func for step in graphs[0].steps]] * 2
 
 
 def test_a_thread_without_a_profiler_takes_no_part_in_one() -> None:

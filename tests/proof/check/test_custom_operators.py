@@ -50,7 +50,7 @@ def write_rows(cache: Tensor, x: Tensor, slot: Tensor) -> None:
 
 def test_operator_without_a_dispatch_key_is_one_call() -> None:
     """A C++ operator that was registered as ``m.def(schema, &fn)`` is recorded whole; torch has one."""
-    assert len(follows(lambda x: torch.ops._test.leaky_relu(x, 0.5) + 1, 4, 3).program) == 2
+    assert len(follows(lambda x: torch.ops._test.leaky_relu(x, 0.5) + 1, 4, 3).steps) == 2
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])

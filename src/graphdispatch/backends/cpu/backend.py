@@ -1,12 +1,20 @@
 """The CPU backend: it captures by recording, and its memory is the host's.
 
 Work runs at once on the calling thread, so no stream has a queue.
+
+Note [one replay, two loops]
+    The tape and Python's loop call the same operators on the same tensors below autograd, so they give the same bits,
+    draw the same random numbers and raise the same errors. The tape releases the GIL. It leaves to Python what cannot
+    be prepared: compiled code, collectives, and arguments that it does not know. Where a mode or a transform of torch
+    watches the calling thread, the whole replay is Python's.
 """
 
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,15 +27,18 @@ from torch.utils._python_dispatch import (
 )
 
 from ...copying import NotCopied
-from ...errors import BackendError, CaptureError
+from ...errors import BackendError, CaptureError, ReplayError
 from ...native import done_by_core
 from ...native.tape import TAPE
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, Pool, Stream
 from ..host_reads import SaysCapturing
 from ..operator_mode import OperatorMode, reveal_operators
-from .graph import CPUGraph, CPUPool
+from .program import Binding, Step, tell
 from .recorder import Recorder, Recording
+
+# The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class InlineStream(NotCopied):
@@ -148,6 +159,128 @@ class CPUBackend(Backend):
         torch.set_rng_state(state)
 
 
+class CPUPool(Pool):
+    """Arenas of host memory.
+
+    A graph uses the smallest arena that holds its intermediates and shared outputs. Sizes that are captured largest
+    first therefore need only one arena. An arena is freed with its last graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arenas: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arenas. Memory that belongs to one graph is in ``CPUGraph.nbytes``."""
+        arenas = (held() for held in self._arenas.valuerefs())  # a list, which no other thread changes
+        return sum(arena.nbytes for arena in arenas if arena is not None)
+
+    def nbytes_of(self, graphs: Sequence[Graph]) -> int:
+        """Bytes of the arenas that these graphs keep alive."""
+        parts = [part for graph in graphs for part in graph.graphs]
+        arenas = {id(p.arena): p.arena for p in parts if isinstance(p, CPUGraph) and p.arena is not None}
+        return sum(arena.nbytes for arena in arenas.values())
+
+    def take_arena(self, nbytes: int) -> torch.Tensor:
+        """An arena of at least ``nbytes`` bytes. The caller holds it as long as it uses it."""
+        fitting = [arena for arena in self._arenas.values() if arena.nbytes >= nbytes]
+        if fitting:
+            return min(fitting, key=lambda arena: arena.nbytes)
+        arena = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._arenas[id(arena)] = arena
+        return arena
+
+    @done_by_core
+    def order_after_last_use(self) -> None:
+        """Do nothing: replays run at once, on the thread that holds the pool's lock."""
+
+
+class CPUGraph(Graph):
+    """Steps that are bound to memory. A replay runs them on the calling thread, which holds the pool's lock.
+
+    Args:
+        pool: Where its memory is.
+        steps: What a replay runs.
+        outputs: The shared outputs. They lie in the arena and hold the pool's latest replay.
+        arena: The memory of the pool that it uses, if it uses some.
+        memory: What it has of its own: constants, and results that somebody holds.
+    """
+
+    __slots__ = ("_pool", "steps", "tape")
+
+    def __init__(
+        self,
+        pool: CPUPool,
+        steps: Sequence[Step],
+        outputs: Any = None,
+        arena: torch.Tensor | None = None,
+        memory: Sequence[torch.UntypedStorage] = (),
+    ) -> None:
+        self._pool = pool
+        self.steps: Sequence[Step] | None = steps
+        """What a replay runs, or None after ``reset``."""
+        self.outputs, self.arena, self._memory = outputs, arena, memory
+        self.tape: Any = None
+        """What runs the steps with ``replay()``, or None until there is such a thing."""
+        TAPE.start()
+        if TAPE.module is not None:
+            self._make_tape(TAPE.module, steps)
+
+    def _make_tape(self, extension: Any, steps: Sequence[Step]) -> None:
+        tape = extension.Tape(partial(loop, steps), partial(tell, steps))
+        for run, func, operands, outs in steps:
+            if operands is None:
+                tape.add_call(run)
+            else:
+                tape.add(run, func._schema.name, func._schema.overload_name, *operands, outs)
+        self.tape = tape
+
+    @done_by_core
+    def replay(self) -> None:
+        """Run the steps. An error of an operator passes through, with a note that names the operator.
+
+        Raises ``ReplayError`` if the results of a copied operator have other shapes than the graph has places for.
+        """
+        steps = self.steps
+        if steps is None:
+            raise ReplayError("this graph was released; capture it again")
+        self._pool.generation += 1
+        if self.tape is None and TAPE.module is not None:
+            self._make_tape(TAPE.module, steps)
+        if self.tape is not None:
+            self.tape.replay()
+        else:
+            loop(steps)
+
+    def describe(self) -> str:
+        """That Python replays it, while the loop that will do so is being compiled; else nothing."""
+        is_early = self.steps is not None and self.tape is None and TAPE.is_compiling
+        return "Python replays it, more slowly, until the compiled loop is ready" if is_early else ""
+
+    def reset(self) -> None:
+        """Release the steps and their memory."""
+        self.steps = self.tape = self.arena = self.outputs = None
+        self._memory = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own: constants, and results that somebody holds. The arena belongs to the pool."""
+        return sum(storage.nbytes() for storage in self._memory)
+
+
+def loop(steps: Sequence[Step]) -> None:
+    """Python's way through the steps: see Note [one replay, two loops]. An error passes through, with a note that names
+    the operator."""
+    try:
+        with _below_autograd():
+            for step in steps:
+                step.run()
+    except BaseException as error:
+        tell((step,), 0, error)
+        raise
+
+
 class _CPUCapture(Capture):
     def __init__(self, pool: CPUPool, backend: CPUBackend) -> None:
         self._pool = pool
@@ -220,7 +353,8 @@ class _CPUCapture(Capture):
 
     def _bind(self, program: Recording) -> CPUGraph:
         try:
-            return CPUGraph(program, self._pool)
+            bound = Binding(program, self._pool.take_arena)
+            return CPUGraph(self._pool, bound.steps, bound.outputs, bound.arena, bound.memory)
         except Exception as error:
             reason = self._backend.classify_error(error)
             raise CaptureError(

@@ -3,7 +3,7 @@
 The recording never holds a tensor that a recorded operator made. It notes the tensor's *slot* (its storage) and its
 view of that slot, so memory is freed during recording as it is in eager. A tensor that is still alive when recording
 ends belongs to the caller: an output, or anything that the callable kept. All other slots belong to the program, and
-``graph.py`` lays them out. A tensor that no recorded operator made is external: the program holds it and uses it at
+``program.py`` lays them out. A tensor that no recorded operator made is external: the program holds it and uses it at
 its own address.
 
 Most operators have an ``out=`` overload, which writes the results where a replay wants them. It is not trusted: it runs

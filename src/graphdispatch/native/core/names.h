@@ -17,7 +17,7 @@ namespace gd {
   NAME(flatten) NAME(signature) NAME(native) NAME(match) NAME(step) NAME(stats) NAME(local) NAME(decision) \
   NAME(observes) NAME(observed) NAME(may_need_gradients) NAME(replay_failed) NAME(trainable) NAME(__dict__) \
   NAME(_current_level) NAME(lock) NAME(pool) NAME(backend) NAME(watch) NAME(low) NAME(high) \
-  NAME(spans) NAME(_is_done_by_core) NAME(program) NAME(tape) \
+  NAME(spans) NAME(_is_done_by_core) NAME(tape) \
   NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_route) NAME(__call__) \
   NAME(__getattribute__) NAME(is_flat) NAME(serve_in_range) NAME(stay_eager) NAME(serve_unmatched) \
   NAME(reasons) NAME(_rows_of_eager) NAME(record_eager) NAME(cells)

@@ -30,7 +30,7 @@ struct {
   Slot by_rows{names._rows_of_hits}, reasons{names.reasons}, eager_by_rows{names._rows_of_eager};
 } of_stats;
 Slot native_of_plan{names.native}, clean_from_of{names._clean_from}, replaying_on_of{names.replaying_on};
-Slot program_of{names.program}, tape_of{names.tape}, pool_of{names._pool}, generation_of{names.generation};
+Slot tape_of{names.tape}, pool_of{names._pool}, generation_of{names.generation};
 
 constexpr size_t kMostBytes = 256 * 1024;  // of one call that are copied here; torch copies more on several threads
 
@@ -230,7 +230,7 @@ PyObject* take(PlanObject* self, Values& values) {
 }
 
 // Whether a graph is one of the backend for the CPU, with that class's own replay().
-bool has_program(PlanObject* self, PyObject* graph) {
+bool is_cpu_graph(PlanObject* self, PyObject* graph) {
   const PyTypeObject* type = Py_TYPE(graph);
   if (type->tp_version_tag != self->graph_version || !(type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG)) {
     self->knows_graph = is_done_by_core(graph, names.replay) == 1;
@@ -243,9 +243,8 @@ bool has_program(PlanObject* self, PyObject* graph) {
 
 // Graph.replay; of CPUGraph, where replays run at once.
 bool replay(PlanObject* self, PyObject* graph) {
-  if (self->is_inline && has_program(self, graph)) {
-    const Ref program = program_of.of(graph);
-    const Ref tape = program && program.get() != Py_None ? tape_of.of(program.get()) : Ref();
+  if (self->is_inline && is_cpu_graph(self, graph)) {
+    const Ref tape = tape_of.of(graph);
     if (tape && tape.get() != Py_None) {
       const Ref pool = pool_of.of(graph);
       return pool && generation_of.add(pool.get(), 1) && Ref(call(tape.get(), names.replay));

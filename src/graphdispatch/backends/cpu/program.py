@@ -1,10 +1,4 @@
-"""A recorded program bound to memory: what of it a replay runs, where its memory lies, and the calls in their order.
-
-Note [one replay, two loops]
-    Both loops call the same operators on the same tensors below autograd, so they give the same bits, draw the same
-    random numbers and raise the same errors. The tape releases the GIL. It leaves to Python what cannot be prepared:
-    compiled code, collectives, and arguments that it does not know. Where a mode or a transform of torch watches the
-    calling thread, the whole replay is Python's.
+"""A recording bound to memory: what of it a replay runs, where its memory lies, and the calls in their order.
 
 Note [calls of parts]
     Some ``out=`` kernels only call other operators: ``clone(out=)`` makes a copy and copies that; ``mean`` is a sum and
@@ -12,7 +6,6 @@ Note [calls of parts]
     (tests/backends/test_replays.py compares the bits). That takes half the time.
 """
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -24,14 +17,9 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...errors import ReplayError
-from ...native import done_by_core
-from ...native.tape import TAPE
-from ..base import Graph, Pool
 from ..operators import OperatorKind, map_leaves, per_operator, storage_key, tensors_in
 from .recorder import ALIGNMENT, Instruction, Recording, Slot, TensorRef, with_outs
 
-# The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
-below_autograd = torch._C._AutoDispatchBelowAutograd
 _aten = torch.ops.aten
 _BITS_OF_INT = 63
 _FLOATS = (torch.float32, torch.float64)  # kernels of 16-bit floats sum in another dtype
@@ -120,63 +108,12 @@ def step_of(
     return Step(run, func, (args, kwargs) if is_for_tape else None, outs)
 
 
-class Program:
-    """Steps, ready to run. One thread at a time runs them: the one that holds the pool's lock."""
-
-    __slots__ = ("__weakref__", "steps", "tape")
-
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self.steps = steps
-        self.tape: Any = None
-        """What runs the steps with ``replay()``, or None until there is such a thing."""
-        TAPE.start()
-        self.make_tape()
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def make_tape(self) -> None:
-        """Make the tape, if the extension is ready."""
-        if TAPE.module is None:
-            return
-        tape = TAPE.module.Tape(partial(loop, self.steps), partial(tell, self.steps))
-        for run, func, operands, outs in self.steps:
-            if operands is None:
-                tape.add_call(run)
-            else:
-                tape.add(run, func._schema.name, func._schema.overload_name, *operands, outs)
-        self.tape = tape
-
-    def run(self) -> None:
-        """Make the calls. An error of an operator passes through, with a note that names the operator.
-
-        Raises ``ReplayError`` if the results of a copied operator have other shapes than the graph has places for.
-        """
-        if self.tape is None:
-            self.make_tape()
-        if self.tape is not None:
-            self.tape.replay()
-        else:
-            loop(self.steps)
-
-
 def tell(steps: Sequence[Step], position: int, what: BaseException | list[tuple[int, ...]]) -> None:
     """Note in an error which step raised it. Shapes that a step gave instead are a ``ReplayError``."""
     step = steps[position]
     if not isinstance(what, BaseException):
         raise _other_shapes(step.func, what, step.outs)
     what.add_note(f"raised by {step.func} in the replay of a graph")
-
-
-def loop(steps: Sequence[Step]) -> None:
-    """Python's way through a program's calls. An error passes through, with a note that names the operator."""
-    try:
-        with below_autograd():
-            for step in steps:
-                step.run()
-    except BaseException as error:
-        tell((step,), 0, error)
-        raise
 
 
 def run_and_copy(
@@ -212,89 +149,15 @@ def _other_shapes(func: Any, got: list[tuple[int, ...]], outs: tuple[torch.Tenso
     )
 
 
-class CPUPool(Pool):
-    """Arenas of host memory.
+class Binding:
+    """A recording's calls on tensors: what is still alive stays where it is, and the rest is laid out in one arena.
 
-    A graph uses the smallest arena that holds its intermediates and shared outputs. Sizes that are captured largest
-    first therefore need only one arena. An arena is freed with its last graph.
+    Args:
+        recording: The recording.
+        take_arena: Gives memory of at least so many bytes.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._arenas: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arenas. Memory that belongs to one graph is in ``CPUGraph.nbytes``."""
-        arenas = (held() for held in self._arenas.valuerefs())  # a list, which no other thread changes
-        return sum(arena.nbytes for arena in arenas if arena is not None)
-
-    def nbytes_of(self, graphs: Sequence[Graph]) -> int:
-        """Bytes of the arenas that these graphs keep alive."""
-        parts = [part for graph in graphs for part in graph.graphs]
-        arenas = {id(p.arena): p.arena for p in parts if isinstance(p, CPUGraph) and p.arena is not None}
-        return sum(arena.nbytes for arena in arenas.values())
-
-    def take_arena(self, nbytes: int) -> torch.Tensor:
-        """An arena of at least ``nbytes`` bytes. The caller holds it as long as it uses it."""
-        fitting = [arena for arena in self._arenas.values() if arena.nbytes >= nbytes]
-        if fitting:
-            return min(fitting, key=lambda arena: arena.nbytes)
-        arena = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._arenas[id(arena)] = arena
-        return arena
-
-    @done_by_core
-    def order_after_last_use(self) -> None:
-        """Do nothing: replays run at once, on the thread that holds the pool's lock."""
-
-
-class CPUGraph(Graph):
-    """A program bound to memory. A replay runs it on the calling thread."""
-
-    __slots__ = ("_pool", "program")
-
-    def __init__(self, recording: Recording, pool: CPUPool) -> None:
-        self._pool = pool
-        binder = _Binder(recording, pool)
-        self.program: Program | None = Program(binder.steps)
-        """What a replay runs, or None after ``reset``."""
-        self._memory = binder.memory
-        self.arena = binder.arena
-        """The memory of the pool that the graph uses, or None."""
-        self.outputs = binder.outputs
-        """The shared outputs. They lie in the arena and hold the pool's latest replay."""
-
-    @done_by_core
-    def replay(self) -> None:
-        """Run the calls."""
-        if self.program is None:
-            raise ReplayError("this graph was released; capture it again")
-        self._pool.generation += 1
-        self.program.run()
-
-    def describe(self) -> str:
-        """That Python replays it, while the loop that will do so is being compiled; else nothing."""
-        is_early = self.program is not None and self.program.tape is None and TAPE.is_compiling
-        return "Python replays it, more slowly, until the compiled loop is ready" if is_early else ""
-
-    def reset(self) -> None:
-        """Release the calls and their memory."""
-        self.program = None
-        self._memory = []
-        self.arena = None
-        self.outputs = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its own: constants, and results that somebody holds. The arena belongs to the pool."""
-        return sum(storage.nbytes() for storage in self._memory)
-
-
-class _Binder:
-    """Turns a recording into bound calls: finds what is still alive, lays out the rest, builds the tensors."""
-
-    def __init__(self, recording: Recording, pool: CPUPool) -> None:
+    def __init__(self, recording: Recording, take_arena: Callable[[int], torch.Tensor]) -> None:
         self._storages: dict[Slot, torch.UntypedStorage] = {}
         self._tensors: dict[TensorRef, torch.Tensor] = {}
         shared = {ref.slot for ref in tree_leaves(recording.outputs) if isinstance(ref, TensorRef)}
@@ -308,7 +171,7 @@ class _Binder:
         for slot in constant - set(self._storages):
             self._storages[slot] = torch.empty(slot.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
         self._offsets, nbytes = lay_out(each, set(self._storages), shared)
-        self.arena = pool.take_arena(nbytes) if nbytes else None
+        self.arena = take_arena(nbytes) if nbytes else None
         if self.arena is not None:
             self._storages |= dict.fromkeys(self._offsets, self.arena.untyped_storage())
         self.memory = [s for slot, s in self._storages.items() if slot not in self._offsets]
