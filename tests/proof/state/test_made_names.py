@@ -23,6 +23,13 @@ FILES = {
         _read = getattr
         KEY = "".join(["sca", "le"])
 
+        class Settings:
+            scale = 2.0
+
+            @classmethod
+            def get(cls, name):
+                return getattr(cls, name)
+
         class Inner:
             scale = 2.0
 
@@ -68,6 +75,9 @@ FILES = {
             import user_package.aside
             return x * getattr(of.held, KEY)
 
+        def by_class(x):
+            return x * Settings.get(KEY)
+
         def aliased(x):
             return x * _read(held, KEY)
 
@@ -103,6 +113,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "later": lambda m: setattr(m.config, "SCALE_b", 5.0),
     "kept": lambda m: setattr(m.config, "SCALE_a", 5.0),
     "beside": lambda m: setattr(m.keeps.held, "scale", 5.0),
+    "by_class": lambda m: setattr(m.Settings, "scale", 5.0),
     "aliased": lambda m: setattr(m.held, "scale", 5.0),
 }
 
