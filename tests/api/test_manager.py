@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, eager_break
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, OutputView, Reason, eager_break
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, CUDAGraphRegistry
-from graphdispatch.errors import CaptureError, ConfigError, GuardError, ReplayError
+from graphdispatch.errors import CaptureError, ConfigError, FallbackError, GuardError, ReplayError, StaleOutputError
 
-from ..helpers import collecting, double, in_threads, with_options
+from ..helpers import Behind, collecting, double, in_threads, with_options
 
 FULL, NONE, DECODE = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
 
@@ -416,3 +416,48 @@ def test_a_dtype_that_torch_lacks_is_named(array: Any) -> None:
         make(capture_after=2).execute_or_capture(1, 1, doubled, {"x": array})
     with pytest.raises(ConfigError, match="input 'x' must be a tensor"):  # a mask would be lost
         make(capture_after=2).execute_or_capture(1, 1, doubled, {"x": np.ma.masked_array([[1.0]], [[True]])})
+
+
+def test_a_replay_that_would_pass_a_mode_by_is_refused() -> None:
+    """``replay_graph`` raises inside a mode of torch that sees operators; ``execute_or_capture`` runs eagerly there."""
+    manager, x = make(), torch.randn(4, 3)
+    run(manager, double, 4, times=3)
+    with Behind(lambda func, result: result + 1 if func is torch.ops.aten.mul.Tensor else result):
+        with pytest.raises(ReplayError, match="no graph may replay now: a mode, transform or trace of torch"):
+            manager.replay_graph(4, 1, {"x": x})
+        assert torch.equal(manager.execute_or_capture(4, 1, double, {"x": x}), double(x))
+
+
+def test_a_replay_that_would_lose_gradients_is_refused() -> None:
+    """As ``execute_or_capture`` runs eagerly: of a module in training mode, with gradients on."""
+    manager, module = make(), torch.nn.Linear(3, 3)
+    inputs = {"input": torch.randn(4, 3)}
+    manager.capture_graph(4, 1, module, inputs=inputs)
+    with torch.enable_grad():
+        with pytest.raises(ReplayError, match="the call needs gradients"):
+            manager.replay_graph(4, 1, inputs)
+        assert manager.execute_or_capture(4, 1, module, inputs).requires_grad
+    assert torch.equal(manager.replay_graph(4, 1, inputs), module(inputs["input"]))
+
+
+def test_strict_raises_instead_of_eager() -> None:
+    """Steps on the way to a graph are allowed, a fallback is not; the message has the detail of a failed capture."""
+    manager = make(strict=True)
+    run(manager, double, times=3)
+    with pytest.raises(FallbackError, match="larger than the largest graph") as caught:
+        run(manager, double, 9)
+    assert caught.value.reason is Reason.ABOVE_LARGEST_SIZE
+    with pytest.raises(FallbackError, match="item"):
+        run(manager, unsafe)
+
+
+def test_views_come_from_every_path() -> None:
+    """With ``outputs='view'`` every answer is a handle, which goes stale with the next replay."""
+    manager = make(options=CUDAGraphOptions(outputs="view"))
+    answers = [manager.execute_or_capture(4, 1, double, {"x": torch.randn(4, 3)}) for _ in range(4)]
+    answers.append(manager.execute_or_capture(9, 1, double, {"x": torch.randn(9, 3)}))
+    assert all(isinstance(answer, OutputView) for answer in answers)
+    for earlier in answers[:3]:
+        with pytest.raises(StaleOutputError):
+            earlier.get()
+    assert not answers[3].is_stale

@@ -496,3 +496,13 @@ def test_an_entry_of_another_function_is_compared_with_the_runner() -> None:
     for x in torch.randn(4, 4, 3):
         assert torch.equal(dispatcher.dispatch(KEY, x), x * 2 + 1)
     assert dispatcher.stats.reasons[Reason.VERIFICATION_FAILED]
+
+
+def test_the_least_recently_used_makes_room() -> None:
+    """At capacity the graph that was longest not replayed goes; one that replaces another needs no room."""
+    keys = [DispatchKey(tokens, 1) for tokens in (1, 2, 3)]
+    dispatcher = over(*((key, scripted()) for key in keys[:2]), runner=eager, max_cached_graphs=2)
+    dispatcher.register_graph(keys[0], scripted("newer"))
+    assert (dispatcher.num_graphs, dispatcher.dispatch(keys[0])) == (2, "newer")
+    dispatcher.register_graph(keys[2], scripted())
+    assert [dispatcher.has_graph(key) for key in keys] == [True, False, True]

@@ -177,3 +177,15 @@ def test_a_foreign_graph_gets_an_entry() -> None:
     with pytest.raises(ReplayError, match="evicted"):
         entry.replay()
     assert graph.is_captured
+
+
+def test_a_replay_that_would_lose_gradients_is_refused() -> None:
+    """What the graph reads trains, and gradients are on."""
+    weight = torch.ones(3)
+    entry = capture(lambda x: x * weight)
+    with torch.enable_grad():
+        assert torch.equal(entry.replay({"x": torch.ones(4, 3)}), torch.ones(4, 3))
+        weight.requires_grad_()
+        with pytest.raises(ReplayError, match="the call needs gradients"):
+            entry.replay({"x": torch.ones(4, 3)})
+    assert torch.equal(entry.replay({"x": torch.ones(4, 3)}), torch.ones(4, 3))

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from graphdispatch import CUDAGraphOptions, Graphed, Reason, eager_break, graphed
+from graphdispatch import CUDAGraphConfig, CUDAGraphManager, CUDAGraphOptions, Graphed, Reason, eager_break, graphed
 from graphdispatch.backends import Graph, get_backend
 from graphdispatch.engines import CUDAGraphEntry, EntryState, EvictionReason, named_sizes
 from graphdispatch.runtime.cache import GraphCache
@@ -246,3 +246,21 @@ def test_a_graph_over_the_budget_is_not_kept(outputs: str) -> None:
     step.invalidate()
     check_rows(step, 64, 64, width=64)
     assert step.stats.captures == 2
+
+
+def test_what_another_callable_evicts_gives_its_memory_back() -> None:
+    """Its static inputs and its hits, too: all callables of a manager share one budget."""
+    calls = [(lambda x, add=add: torch.relu(x) + add) for add in range(4)]
+    x = torch.randn(256, 64)
+
+    def kept(budget: int | None, number: int) -> CUDAGraphManager:
+        options = CUDAGraphOptions(memory_budget_bytes=budget)
+        manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(256,), options=options))
+        for place, fn in enumerate(calls[:number]):
+            manager.capture_graph(256, place + 1, fn, inputs={"x": x})
+        return manager
+
+    budget = kept(None, 1).memory_bytes + 1
+    manager = kept(budget, len(calls))
+    assert manager.num_graphs == 1
+    assert manager.memory_bytes <= budget
