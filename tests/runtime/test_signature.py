@@ -150,6 +150,7 @@ def test_what_stands_in_for_an_argument_has_its_properties(monkeypatch: pytest.M
 LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], bool]] = {
     "parameter": (OTHERS["parameter"], lambda: nn.Parameter(torch.randn(2, 3), requires_grad=False), True),
     "transposed": (OTHERS["transposed"], lambda: torch.randn(3, 7).T, True),
+    "one column": (lambda: torch.randn(3, 4, 1).permute(1, 2, 0), lambda: torch.randn(3, 7, 1).permute(1, 2, 0), True),
     "gaps": (OTHERS["gaps"], lambda: torch.randn(2, 9)[:, ::2][:, :3], False),
     "expanded": (OTHERS["expanded"], lambda: torch.randn(2, 1).expand(2, 3), False),
     "offset": (lambda: torch.randn(4, 3)[1:], lambda: torch.randn(9, 3)[5:], True),
