@@ -97,8 +97,10 @@ class CaptureAttempt:
         request, eager = self.request, self.eager
         self.start_over(f"capturing {request.size} rows")
         self.load()
-        before = map(storage_key, filter(is_strided, (*tensors_in(request.static_values()), *request.tensors)))
-        existed = existing_storages(eager.trace.walk, eager.effects.outside, eager.effects.made_storages(), before)
+        existed: Callable[[int], bool] | None = None
+        if eager.like is None:
+            before = map(storage_key, filter(is_strided, (*tensors_in(request.static_values()), *request.tensors)))
+            existed = existing_storages(eager.trace.walk, eager.effects.outside, eager.effects.made_storages(), before)
         reads = queries_capture(eager.trace) or eager.metadata_read(compares=bool(eager.effects.equated))
         is_traced = bool(request.is_padded or request.has_gaps or reads)
         return self._warming(existed, is_traced=is_traced).record()

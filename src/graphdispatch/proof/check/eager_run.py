@@ -103,6 +103,7 @@ class EagerRun:
         looks = may_refuse and (not request.is_piecewise or request.ranks is not None)
         ending = Ending(refusal.note, refusal.is_due if looks else None) if request.keep_effects else None
         self.effects = recorder_of(request, self.arguments if on_static_inputs else None, existed, ending)
+        self._is_watched = on_static_inputs or like is None or like.shown.may_leave_effects
         if may_refuse:
             self.trace.on_unseen = lambda what: self.effects.end_watch(_of_unseen(what))
 
@@ -112,7 +113,10 @@ class EagerRun:
         seen = [*self.arguments, *walk.tensors]
         forms, open_outputs = _forms_of(seen), self.open_outputs if self._records else None
         trace = self.trace if self.like is None else None
-        call = CallRun(self._request, self.values, self.effects, open_outputs, self._answer, trace, is_eager=True)
+        watch = self.effects if self._is_watched else None
+        if watch is not None:
+            reveal_operators(self._request.backend.device)
+        call = CallRun(self._request, self.values, watch, open_outputs, self._answer, trace, is_eager=True)
         try:
             self.recording = call.record() if self._records else call.make()
         finally:
@@ -248,7 +252,6 @@ def run_eagerly(request: CaptureRequest, like: LikeGraph | None, **how: bool) ->
     graph can hold, or what it did could not be saved or noted (no memory left). ``CAPTURE_WAITS``: a run that is not
     recorded may show more.
     """
-    reveal_operators(request.backend.device)
     try:
         run = EagerRun(request, like, **how)
     except Exception as error:

@@ -211,6 +211,8 @@ class Verification(Licence):
     """The batches whose code was traced for the graph's guard."""
     metadata: ArgumentMetadata | None = None
     """What the code reads of its arguments besides their values, in the calls that were compared; None: nothing."""
+    may_leave_effects: bool = True
+    """Whether a run of its code may leave more than its answer; else one that is like it need not be watched."""
     bare: tuple[int, ...] = ()
     """The places, among a call's values, of copied tensors that must carry no attributes of Python: the code looks up
     some that they may have."""

@@ -60,6 +60,9 @@ def make_entry(
         proof=shown.proof,
         traced={request.rows, request.size, shown.rows or request.rows} if like is None else set(like.shown.traced),
         metadata=eager.find_metadata(request.values, guard) if like is None else like.shown.metadata,
+        may_leave_effects=eager.effects.may_leave_effects
+        or warm_run.may_leave_effects
+        or (shown.proof is not None and shown.proof.is_word),
         bare=request.inputs.positions if guard.missing else (),
         batches=[kept(request.values) if like is not None or eager.recording is None else ()],
     )

@@ -281,6 +281,9 @@ class EffectRecorder(MemoryWatch):
         """Whether the run made memory that it did not write at once; see ``unwritten``."""
         self.runs_custom = False
         """Whether it ran an operator of somebody else's, which may draw without saying so."""
+        self._may_have_written = False
+        """Whether an operator wrote to memory that the run did not make, be it no element, or the host's code got hold of
+        such memory."""
         self.opaque: dict[tuple[Any, ...], torch.Tensor] = {}
         """What operators of somebody else's, or kernels, may have written, anywhere in it: views, by their keys."""
         self.dispatched = OperatorTrace()
@@ -386,6 +389,7 @@ class EffectRecorder(MemoryWatch):
                 self.give_up(unsafe(f"{what}; keep it in a dense one"))
                 return func(*args, **kwargs)
             before = [(tensor, geometry(tensor)) for tensor in written if storage_key(tensor) not in self._made]
+            self._may_have_written |= bool(before)
             self._save_written(func, args, kwargs)
         if (traits.is_seeded or "generator" in kwargs) and draws(func, args, kwargs):
             self.uses_rng = True
@@ -476,6 +480,11 @@ class EffectRecorder(MemoryWatch):
         found = found if held.dim() == value.dim() else found.all(-1)
         return found if bool(found.any()) else None
 
+    @property
+    def may_leave_effects(self) -> bool:
+        """Whether a run of the same operators may leave more than its answer, or memory in it that nothing wrote."""
+        return self._may_have_written or self.uses_rng or self.runs_custom or self.reserves_memory
+
     def writes_to(self, tensor: torch.Tensor) -> bool:
         """Whether the run wrote to the memory of ``tensor``."""
         key = storage_key(tensor)
@@ -544,6 +553,7 @@ class EffectRecorder(MemoryWatch):
             # A storage may belong to others, though the run has made a tensor on it.
             if target is None or (storage_key(target) in self._made and isinstance(value, torch.Tensor)):
                 return
+            self._may_have_written = True
             try:
                 region = self._save(target, f"{name} gives memory to the host's code, which may write there")
             except CaptureError as error:
