@@ -14,6 +14,7 @@ import torch
 
 from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor
+from graphdispatch.proof.watch.effects import EffectRecorder
 from graphdispatch.proof.watch.trace import CodeTrace
 
 from ...behaviour.cases import Box
@@ -241,3 +242,45 @@ def test_what_comes_first_is_the_reason(first: Reason, second: Reason) -> None:
     step = make(lambda x: other(one(x)), state_limit_bytes=8)
     assert_same(step(x), other(one(x)))
     assert step.last_decision.reason is first
+
+
+STATE = torch.zeros(8, 3)
+
+
+def _write_the_third(x: torch.Tensor) -> torch.Tensor:
+    STATE[2 : x.shape[0]] = x[2:]
+    return x + 1
+
+
+def _fill_reserved(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x).copy_(x)
+
+
+def _write_nothing_yet(x: torch.Tensor) -> torch.Tensor:
+    STATE[:, 3:].add_(1)
+    return x + 1
+
+
+WATCHED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any], bool]] = {
+    "it leaves its answer alone": (lambda x: x.relu() * 2, {}, False),
+    "it writes what it made": (lambda x: (x + 1).mul_(2), {}, False),
+    "it writes state": (_write_the_third, {"padding_writes": "allow"}, True),
+    "it writes no element of state": (_write_nothing_yet, {}, True),
+    "it reserves memory": (_fill_reserved, {}, True),
+}
+"""Callables, with options, and whether a run that is like a graph's is watched."""
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_a_run_like_a_graph_is_watched_where_it_may_leave_effects(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it leaves its answer alone, so does the run of another batch that takes the same path: nothing of that has
+    to be undone, or compared besides."""
+    fn, options, is_watched = WATCHED[name]
+    step, made = make(fn, sizes=(4,), **options), list[EffectRecorder]()
+    step(torch.randn(4, 3))
+    watching = EffectRecorder.watching
+    monkeypatch.setattr(EffectRecorder, "watching", lambda self, *how: made.append(self) or watching(self, *how))
+    x = torch.randn(4, 3)
+    assert_same(step(x), fn(x))
+    assert step.last_decision.reason is Reason.VERIFIED_NOW
+    assert bool(made) is is_watched
