@@ -282,8 +282,8 @@ class EffectRecorder(MemoryWatch):
         self.runs_custom = False
         """Whether it ran an operator of somebody else's, which may draw without saying so."""
         self._may_have_written = False
-        """Whether an operator wrote to memory that the run did not make, be it no element, or the host's code got hold of
-        such memory."""
+        """Whether an operator wrote to memory that the run did not make, be it no element, or the host's code got hold
+        of such memory."""
         self.opaque: dict[tuple[Any, ...], torch.Tensor] = {}
         """What operators of somebody else's, or kernels, may have written, anywhere in it: views, by their keys."""
         self.dispatched = OperatorTrace()
