@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphdispatch import CUDAGraphMode, Graphed, Reason, eager_break, graphed
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
+from graphdispatch.proof.watch.effects import EffectRecorder
 
 from ...helpers import AT_ONCE, assert_same, check_rows, compiled_operator, follows, recorded, run_python
 
@@ -250,6 +251,14 @@ def test_unseen_write_happens_once(library: torch.library.Library) -> None:
         assert torch.equal(steps(torch.zeros(4, 3)), torch.full((4, 3), float(calls)))
     assert steps.stats.hits == 0
     assert "writes to an argument" in steps.last_decision.detail
+
+
+def test_a_marked_write_counts_though_nobody_sees_it(library: torch.library.Library) -> None:
+    """Python may launch a kernel that writes past torch's dispatcher: a run alike has to be watched."""
+    op, total = define(library, "count(Tensor(a!) total) -> ()", lambda total: None, "CPU"), torch.zeros(3)
+    with EffectRecorder(2**20).watching() as effects:
+        op(total)
+    assert effects.may_leave_effects
 
 
 def test_break_inside_an_operator(library: torch.library.Library) -> None:

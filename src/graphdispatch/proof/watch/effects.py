@@ -282,8 +282,8 @@ class EffectRecorder(MemoryWatch):
         self.runs_custom = False
         """Whether it ran an operator of somebody else's, which may draw without saying so."""
         self._may_have_written = False
-        """Whether an operator wrote to memory that the run did not make, be it no element, or the host's code got hold
-        of such memory."""
+        """Whether an operator writes to memory that the run did not make, by its schema and be it no element, or the
+        host's code got hold of such memory."""
         self.opaque: dict[tuple[Any, ...], torch.Tensor] = {}
         """What operators of somebody else's, or kernels, may have written, anywhere in it: views, by their keys."""
         self.dispatched = OperatorTrace()
@@ -389,7 +389,6 @@ class EffectRecorder(MemoryWatch):
                 self.give_up(unsafe(f"{what}; keep it in a dense one"))
                 return func(*args, **kwargs)
             before = [(tensor, geometry(tensor)) for tensor in written if storage_key(tensor) not in self._made]
-            self._may_have_written |= bool(before)
             self._save_written(func, args, kwargs)
         if (traits.is_seeded or "generator" in kwargs) and draws(func, args, kwargs):
             self.uses_rng = True
@@ -492,7 +491,10 @@ class EffectRecorder(MemoryWatch):
 
     def _save_written(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in written_tensors(func, args, kwargs):
-            if storage_key(tensor) in self._made or tensor.numel() == 0:
+            if storage_key(tensor) in self._made:
+                continue
+            self._may_have_written = True
+            if tensor.numel() == 0:
                 continue
             is_guess = getattr(func, "is_guess", False)
             if func.namespace not in ("aten", "prims"):
