@@ -58,8 +58,9 @@ _log = logging.getLogger("graphdispatch")
 
 
 _NEW = (Reason.FIRST_SIGHTING, Reason.CONSTANT_CHANGES)
+_MADE = (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW)
 _OF_ONE_CALL = (
-    *(Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.FROZEN, Reason.MODE_ACTIVE),
+    *(*_MADE, Reason.FIRST_SIGHTING, Reason.FROZEN, Reason.MODE_ACTIVE),
     *(Reason.CALL_RAISED, Reason.ALIASED_ARGUMENTS, Reason.REPLAY_FAILED, Reason.STATE_SHARED),
     *(Reason.DISABLED, Reason.NOT_CAPTURED),
 )
@@ -220,7 +221,8 @@ class Server:
             stays = route.unmatched.setdefault((len(args), *kwargs), StayEager(decision))
             stays.again(decision)
         elif group is not None:
-            route.unmatched.pop((len(args), *kwargs), None)
+            if not is_eager or decision.reason in _MADE:
+                route.unmatched.pop((len(args), *kwargs), None)
             if is_eager and decision.reason not in _OF_ONE_CALL:
                 group.stay_eager(choice.matched, choice.size, decision, self._most_unseen(group, choice))
             else:
