@@ -174,7 +174,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown argument": ({"dynamic": {"z": BOTH}}, "dynamic names 'z', which is no argument"),
     "no name": ({"dynamic": {"x": {0: 3}}}, r"dynamic\['x'\]\[0\] must be a name, as 'seq', or a Dim, got 3"),
     "no dimension": ({"dynamic": {"x": {}}}, r"dynamic\['x'\] must name a dimension"),
-    "no number": ({"dynamic": {"x": {"seq": 0}}}, r"dynamic\['x'\] must map numbers of dimensions to names, got 'seq'"),
+    "no number": (
+        {"dynamic": {"x": {"seq": 0}}},
+        r"dynamic\['x'\] must map numbers of dimensions to names, got 'seq'; .* \"x\['seq'\]\"",
+    ),
     "a name for an argument": ({"dynamic": {"x": BOTH, "y": "seq"}}, r"dynamic\['y'\] must be the number of a dim"),
     "four names": ({"dynamic": {"x": {0: "a", 1: "b", 2: "c", 3: "d"}}}, "at most 3 different dimensions"),
     "two Dims": ({"dynamic": {"x": BOTH, "y": {0: Dim("seq", [4])}}}, "two different Dims of the name 'seq'"),

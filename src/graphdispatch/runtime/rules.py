@@ -353,7 +353,12 @@ def _read_dynamic(dynamic: Mapping[str, Any]) -> ArgumentRules:
 def _read_dim(name: str, dim: Any, one: Any, dims: dict[str, Dim]) -> str:
     """The name of a dimension; ``dims`` has what is known of each name."""
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise ConfigError(f"dynamic[{name!r}] must map numbers of dimensions to names, got {shown(dim)}")
+        path = (
+            f"; a tensor within the argument is named by its path, {f'{name}[{dim!r}]'!r}"
+            if isinstance(dim, str)
+            else ""
+        )
+        raise ConfigError(f"dynamic[{name!r}] must map numbers of dimensions to names, got {shown(dim)}{path}")
     if isinstance(one, str) and one:
         one = Dim(one)
     if not isinstance(one, Dim):

@@ -178,3 +178,13 @@ def test_a_thread_that_prewarm_does_not_start_leaves_nothing() -> None:
     report = served.prewarm(torch.randn(4, 3))
     assert list(report.reasons.values()) == [gd.Reason.STATE_UNSEEN]
     assert [thread for thread in threading.enumerate() if thread.name != "graphdispatch-tape"] == before
+
+
+def test_a_prewarm_may_be_the_first_to_compile() -> None:
+    """The compiler marks functions of its own that it meets for the first time: no graph is refused for that."""
+    vars(torch._dynamo.utils.record_pregraph_bytecode_exit).pop("__dynamo_disable", None)
+    step = make(
+        torch.compile(nn.Linear(3, 3).eval(), backend="eager", dynamic=True), dynamic={"input": 0}, sizes=(2, 4)
+    )
+    step.prewarm(torch.randn(3, 3))
+    assert step.captured_sizes == (2, 4)

@@ -21,6 +21,7 @@ from ...runtime.flatten import is_tensor
 from ...runtime.protocols import MOST_ALIKE, Licence, PerCall
 from ...sizes import Axis, lengths_of
 from ..state.guards import StateGuard
+from ..state.objects import is_compiler_note
 from ..state.reads import IDENTITY, TENSOR_READERS
 from ..watch.operator_trace import OperatorTrace
 
@@ -266,7 +267,7 @@ class Verification(Licence):
 
     def _carries(self, values: Sequence[Any]) -> bool:
         """Whether a tensor carries an attribute that the code may read; notes of torch's compiler are none."""
-        return any(not f"{name}".startswith("_dynamo_") for place in self.bare for name in values[place].__dict__)
+        return any(not is_compiler_note(name) for place in self.bare for name in values[place].__dict__)
 
     def agreed(self, entry: CUDAGraphEntry, values: Sequence[Any] | None = None) -> None:
         """As ``Licence.agreed``."""

@@ -203,9 +203,14 @@ def _is_library_class(kind: type) -> bool:
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object by name, but for the notes that torch's compiler leaves at tensors."""
-    table = attribute_table(value) or {}
-    return {name: held for name, held in table.items() if not f"{name}".startswith("_dynamo_")}
+    """The attributes of an object by name, but for notes of torch's compiler."""
+    return {name: held for name, held in (attribute_table(value) or {}).items() if not is_compiler_note(name)}
+
+
+def is_compiler_note(name: str) -> bool:
+    """Whether torch's compiler leaves an attribute of this name, for itself: at a tensor, or at a function that it has
+    met."""
+    return f"{name}".startswith(("_dynamo_", "_torchdynamo_", "__dynamo_"))
 
 
 def referents(value: Any) -> list[Any]:

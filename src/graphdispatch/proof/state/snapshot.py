@@ -127,8 +127,9 @@ def _write_attributes(value: Any, before: dict[str, Any]) -> None:
 
 
 def _read_attributes(value: Any) -> dict[str, Any]:
-    """The class of an object, and its attributes; of tensors all but the notes of torch's compiler."""
-    own = objects.own_attributes(value) if issubclass(type(value), torch.Tensor) else attribute_table(value)
+    """The class of an object, and its attributes; of tensors and functions all but the notes of torch's compiler."""
+    has_notes = issubclass(type(value), (torch.Tensor, types.FunctionType))
+    own = objects.own_attributes(value) if has_notes else attribute_table(value)
     return {"__class__": type(value), **(own or {})}
 
 
