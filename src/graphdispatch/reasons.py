@@ -22,6 +22,7 @@ class Reason(Explained):
 
     EXACT = "exact", "a graph of exactly this size served the batch"
     PADDED = "padded", "the batch was padded, and the next larger graph served it"
+    IN_PARTS = "in_parts", "the batch is larger than the largest graph, and graphs served it in parts"
     CAPTURED_NOW = "captured_now", "this call captures the graph; its result comes from eager"
     VERIFIED_NOW = "verified_now", "this call compares the graph with eager; its result comes from eager"
 
@@ -142,7 +143,7 @@ class Reason(Explained):
     @property
     def is_graph(self) -> bool:
         """Whether a graph served the step. A step that captured or checked a graph counts as eager."""
-        return self in (Reason.EXACT, Reason.PADDED)
+        return self in (Reason.EXACT, Reason.PADDED, Reason.IN_PARTS)
 
     @property
     def leads_to_graph(self) -> bool:

@@ -271,7 +271,7 @@ class CUDAGraphStats(HitCounts, _Counted):
 
     @property
     def replays(self) -> int:
-        """Replays for calls: one for each hit."""
+        """Replays for calls: one for each hit, also where that was served in parts."""
         return self.hits
 
     @property

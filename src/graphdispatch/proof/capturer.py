@@ -1,11 +1,13 @@
 """The capturer that makes graphs right for callables that nobody vouches for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..config import CUDAGraphOptions
 from ..runtime.entry import CUDAGraphEntry
 from ..runtime.protocols import Capturer, Guard
 from ..runtime.request import CaptureRequest, CaptureResult
+from .check.compare import gap_between
 from .check.pipeline import capture_entry, verify_entry
 from .state.guards import StateGuard
 
@@ -26,3 +28,7 @@ class ProvingCapturer(Capturer):
     def check(self, request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResult:
         """As ``verify_entry``."""
         return verify_entry(request, entry)
+
+    def gap(self, want: Iterable[Any], got: Iterable[Any], entry: CUDAGraphEntry, options: CUDAGraphOptions) -> str:
+        """As ``Capturer.gap``."""
+        return gap_between(want, got, entry, options)

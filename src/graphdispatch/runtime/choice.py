@@ -11,6 +11,7 @@ from .decide import Decision
 from .entry import CUDAGraphEntry
 from .graph_set import GraphSet
 from .group import GraphGroup
+from .parts import Parts, find_parts
 
 _AGAINST_LOSS = "put more of the work into the call"
 _AGAINST_PADDING = "have a size nearer to it (sizes=)"
@@ -28,6 +29,8 @@ class Choice(NamedTuple):
     entry: CUDAGraphEntry | None = None
     matched: int = 0
     """The number of rows as the signature has it."""
+    parts: Parts | None = None
+    """The parts of a batch above the largest size."""
 
     @property
     def trains(self) -> bool:
@@ -50,6 +53,8 @@ def choose(graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], matched: 
     """
     decision = group.decide(matched)
     if not decision.mode.has_graphs():
+        if decision.reason is Reason.ABOVE_LARGEST_SIZE and group.route.serves_parts:
+            return _choose_parts(graphs, group, leaves, decision, matched)
         return Choice(decision, group, leaves, matched, matched=matched)
     entry = group.current(decision.size)
     choice = Choice(decision, group, leaves, decision.rows, decision.size, entry, matched)
@@ -59,6 +64,23 @@ def choose(graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], matched: 
     if reason is None:
         return choice._replace(decision=decision._replace(mode=entry.mode))
     return choice.not_served(reason, detail)
+
+
+def _choose_parts(
+    graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], decision: Decision, matched: int
+) -> Choice:
+    """The parts that serve a batch above the largest size; or eager, as decided, with the reason why no parts do."""
+    found = find_parts(group, leaves, decision.rows)
+    if isinstance(found, str):
+        decision = decision._replace(detail=f"{decision.detail}; not in parts: {found}")
+        return Choice(decision, group, leaves, decision.rows, matched=matched)
+    choice = Choice(found.decision, group, leaves, decision.rows, entry=found.entry, matched=matched, parts=found)
+    if found.decision.reason is not Reason.VERIFIED_NOW:
+        return choice
+    if graphs.cache.is_frozen:
+        return choice.not_served(Reason.FROZEN)
+    wait = _reason_to_wait(graphs, group, found.entry, 0)
+    return choice if wait is None else choice.not_served(*wait)
 
 
 def _without_graph(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reason, str]:

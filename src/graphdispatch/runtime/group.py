@@ -120,6 +120,12 @@ class Route:
         return self.descriptor or (size.lengths if isinstance(size, Extents) else size)
 
     @property
+    def serves_parts(self) -> bool:
+        """Whether batches above its largest size may be served in parts: not where the front end names what a graph
+        serves, or has no sizes to pad to."""
+        return self.entry is None and self.descriptor is None and self.seq_len is None and self.table.pads
+
+    @property
     def groups(self) -> list["GraphGroup"]:
         """The groups of all forms of calls."""
         return [group for groups in self.forms.values() for group in groups]

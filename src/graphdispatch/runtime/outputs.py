@@ -221,6 +221,24 @@ class Outputs:
                 return True
         return False
 
+    def against_joining(self, axis: Axis) -> str:
+        """Why the outputs of several batches are not put together as those of one, along this axis; empty if they
+        are."""
+        if self._mode != "clone" or self.objects is not None or self._firsts or self._given:
+            return "its outputs are views, objects, arguments, or one tensor twice"
+        along = [[dim for dim, _, own in dims if own is axis] for dims in self.rule.follows]
+        return "" if all(len(dims) < _TWICE for dims in along) else "an output has rows along two dimensions"
+
+    def joined(self, answers: Sequence[Any], axis: Axis) -> Any:
+        """The outputs of several batches as those of one: rows one behind the other. What follows no rows is the same
+        in all of them, and that of the first is taken."""
+        taken, spec = zip(*map(tree_flatten, answers), strict=True)
+        leaves = list(taken[0])
+        for (place, _), dims in zip(self._tensors, self.rule.follows, strict=True):
+            for dim in (dim for dim, _, own in dims if own is axis):
+                leaves[place] = torch.cat([one[place] for one in taken], dim)
+        return tree_unflatten(leaves, spec[0])
+
     def peek(self, rows: int) -> list[torch.Tensor]:
         """The output tensors in graph memory, cut to ``rows`` rows, in order."""
         with torch.inference_mode(False), torch.no_grad():
@@ -250,6 +268,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+_TWICE = 2
 _only: Callable[[list[torch.Tensor]], Any] = itemgetter(0)
 
 

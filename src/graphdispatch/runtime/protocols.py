@@ -9,12 +9,13 @@ changes, and every batch is served. ``record.py`` has a capturer for them. ``pro
 that nobody vouches for.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
+from ..config import CUDAGraphOptions
 from ..modes import EntryState
 from ..reasons import Reason
 
@@ -119,6 +120,17 @@ class Licence:
         """What of a call's arguments, besides their values, speaks against the graph; empty if nothing does."""
         return ""
 
+    def against_parts(self, entry: "CUDAGraphEntry", rows: int, part: int) -> str:
+        """Why the graph may not serve ``part`` rows of a batch of ``rows`` that is larger than the largest graph; empty
+        if it may. That a graph serves padded batches does not say so."""
+        return "nobody has shown that its rows are independent"
+
+    @property
+    def in_parts(self) -> MutableMapping[int, tuple[Reason, str]]:
+        """By the number of parts, how larger batches are served that were compared so with eager: ``IN_PARTS``, or why
+        not. The graphs that were shown to be parts of one another share it."""
+        return {}
+
 
 class Capturer(Protocol):
     """Makes the graphs of callables, and compares them with eager. Called with the server's lock held."""
@@ -139,3 +151,6 @@ class Capturer(Protocol):
 
     def check(self, request: "CaptureRequest", entry: "CUDAGraphEntry") -> "CaptureResult":
         """Run the call, which answers the caller, and compare a graph with that. Raises as ``capture`` does."""
+
+    def gap(self, want: Iterable[Any], got: Iterable[Any], entry: "CUDAGraphEntry", options: CUDAGraphOptions) -> str:
+        """How outputs of a graph differ from eager's by more than rounding; empty if they do not."""

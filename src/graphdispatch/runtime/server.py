@@ -47,6 +47,7 @@ from .flatten import CallSpec, leaves_of
 from .graph_set import GraphSet
 from .group import MOST_IN_A_ROW, GraphGroup, Route, StayEager
 from .health import FIRST_CALLS, Health
+from .parts import Parts
 from .protocols import MOST_ALIKE, Capturer, Guard
 from .replay import next_use
 from .request import CaptureResult
@@ -295,6 +296,26 @@ class Server:
             return Choice(Decision.eager(Reason.NEEDS_GRADIENTS))
         return choice
 
+    def _serve_parts(self, choice: Choice, parts: Parts) -> tuple[bool, Any]:
+        """As ``perform``, for a batch that is served in parts, or compared so with eager."""
+        group, values, reason = choice.group, choice.leaves, choice.decision.reason
+        assert group is not None
+        if reason is Reason.VERIFIED_NOW:
+            clock = self.graphs.clock or parts.entry.backend.clock if self.graphs.judges_gain else None
+            run = partial(group.call, values)
+            gap_of = partial(self.graphs.capturer.gap, options=self.graphs.options)
+            return True, self.after_eager(choice, partial(parts.compare, values, run, gap_of, clock))
+        if not reason.is_graph:
+            return False, choice
+        try:
+            with parts.entry.pool.lock:
+                answer = parts.run(values)
+                parts.count(self.stats)
+        except ReplayError as error:
+            return False, choice.not_served(Reason.REPLAY_FAILED, str(error))
+        self.local.decision = choice.decision
+        return True, answer
+
     def count(self, choice: Choice) -> None:
         """Note a call that took the slow path, for admission, and which graph is of the present state."""
         group, size = choice.group, choice.size
@@ -315,6 +336,8 @@ class Server:
         Called with the lock held.
         """
         group, entry, reason = choice.group, choice.entry, choice.decision.reason
+        if choice.parts is not None:
+            return self._serve_parts(choice, choice.parts)
         if group is not None and reason is Reason.CAPTURED_NOW:
             capture = partial(self.graphs.capture, group, choice.leaves, choice.rows, choice.size)
             return True, self.after_eager(choice, capture)
@@ -352,7 +375,7 @@ class Server:
         parts = [decision.explain()]
         if entry is not None and decision.mode.has_graphs():
             assert choice.group is not None
-            gain = choice.group.gain
+            gain = choice.group.gain if choice.parts is None else None
             parts += [gain.text(entry, choice.rows) if gain is not None else "", entry.graph.describe()]
         return "; ".join(filter(None, parts))
 

@@ -5,7 +5,7 @@ ArgumentMetadata   what its code reads of arguments besides their values
 Verification       all of it for one graph, and the one policy: what it may serve, and what is compared before
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
@@ -64,6 +64,11 @@ class RowProof:
     """Batches for which Python takes another path than for the graph's size, and why that is so."""
     is_compared: bool = False
     """Whether a padded batch has agreed with eager: an alarm for a rule that is wrong."""
+    by_place: str = ""
+    """Where rows get something by their place in the batch, if they do; then they are not served in parts."""
+    in_parts: dict[int, tuple[Reason, str]] = field(default_factory=dict)
+    """By the number of parts, how batches above the largest size are served that were compared so with eager:
+    ``IN_PARTS``, or why not."""
     is_doubted: bool = False
     """Whether a run that was not watched did something else than the runs before it: then all are watched."""
     _ends: dict[int, set[int]] = field(default_factory=dict)
@@ -312,6 +317,27 @@ class Verification(Licence):
         if self.proof is None:
             return None if rows == self.size else _UNPROVEN
         return self.proof.objection(rows, self.size)
+
+    def against_parts(self, entry: CUDAGraphEntry, rows: int, part: int) -> str:
+        """As ``Licence.against_parts``: a run must speak for the whole batch."""
+        proof = self.proof
+        if proof is None or not proof.runs or not proof.independent or proof.is_word:
+            return "its rows are not proven to be independent" + (
+                f": {proof.text}" if proof and not proof.independent else ""
+            )
+        if proof.by_place:
+            return f"rows get something by their place in the batch, in {proof.by_place}"
+        if not proof.has_path(rows, self.traced):
+            return "no run speaks for so many rows"
+        if entry.state is not EntryState.VERIFIED or not self._may_pad(part) or entry.is_due_again:
+            return f"its graph of {self.size} was not compared for {part} rows yet"
+        return ""
+
+    @property
+    def in_parts(self) -> MutableMapping[int, tuple[Reason, str]]:
+        """As ``Licence.in_parts``."""
+        assert self.proof is not None
+        return self.proof.in_parts
 
 
 class LikeGraph(NamedTuple):

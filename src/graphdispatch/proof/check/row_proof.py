@@ -12,6 +12,7 @@ Note [a batch that betrays no number]
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from ...backends.operators import is_strided, storage_key, tensors_in
 from ...errors import CaptureError
 from ...reasons import Reason
 from ...runtime.batches import largest_within
+from ...runtime.parts import MOST_PARTS
 from ...runtime.request import CaptureRequest
 from ...sizes import extents_text, lengths_of, pack
 from ..rows.batches import BatchSpace, LeftPathError
@@ -36,6 +38,8 @@ from .licence import RowProof, shown_of
 _NO_EXTENT = 2
 """What stands for the extent along an axis that a run does not follow, since its batch has one element there: sizes of
 one are broadcast, so that it would tell nothing of others."""
+_MOST_BATCHES = 1 << 14
+"""But for no more batches than these, where there are not that many of the sizes themselves: it takes time for each."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 5, 3)
 
@@ -175,6 +179,7 @@ def _proof_of(request: CaptureRequest, run: FollowedRun, *, is_word: bool) -> Ro
         is_word=is_word and needs_word,
         against_rows=run.objection(is_word=is_word) or against.pop(axes[0], None),
         along=dict(against),
+        by_place=run.verdict.by_place,
     )
 
 
@@ -206,6 +211,7 @@ def speak_for_batch(attempt: CaptureAttempt, proof: RowProof, operators: Operato
         if is_like and not (pads_rows and run.objection(is_word=proof.is_word) is not None):
             proof.runs.append(run)
             proof.mixed |= {axes[i] for i in run.verdict.mixed_axes}
+            proof.by_place = proof.by_place or run.verdict.by_place
             return
         why = (one.why_not(lengths_of(axes, request.rows)) for one in proof.runs if isinstance(one, FollowedRun))
         text = next(filter(None, why), "") or "the operators differ"
@@ -266,7 +272,8 @@ def _follow_path(attempt: CaptureAttempt, rows: int, *, is_traced: bool) -> tupl
         if all(one[place] == 1 for place in single)
         and not any(extent == 1 for place, extent in enumerate(one) if place not in single)
     ]
-    spaces = [range(1, max(most, _NO_EXTENT) + 1) for most in largest]
+    most_rows = largest[0] * min(MOST_PARTS, max(_MOST_BATCHES // prod(largest), 1))
+    spaces = [range(1, max(most, _NO_EXTENT) + 1) for most in (most_rows, *largest[1:])]
     values = batch_of(request, rows)
     reached = [*request.tensors, *attempt.eager.trace.walk.tensors, *tensors_in(list(request.values)), *values]
     keys = {storage_key(one) for one in reached if type(one) in _PLAIN and is_strided(one) and not one.is_nested}

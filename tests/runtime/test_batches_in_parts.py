@@ -1,0 +1,144 @@
+"""Batches above the largest size, which graphs serve in parts."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphdispatch as gd
+from graphdispatch import FallbackError, Graphed, Reason
+
+from ..helpers import assert_same, check_rows, make
+
+check = partial(check_rows, rtol=1e-5, atol=1e-6)
+"""Calls whose answers are near eager's."""
+
+
+def model_of(*layers: nn.Module) -> nn.Module:
+    """A layer, then others."""
+    return nn.Sequential(nn.Linear(3, 3), *layers).eval()
+
+
+def served(fn: Callable[..., Any], **options: Any) -> Graphed[..., Any]:
+    """Graphs of four and eight rows, compared."""
+    name = "input" if isinstance(fn, nn.Module) else "x"
+    step = make(fn, **{"sizes": (4, 8), "dynamic": {name: 0}} | options)
+    step._server.graphs.judges_gain = False  # no test depends on times
+    step.prewarm(torch.randn(8, 3))
+    return step
+
+
+def test_a_batch_above_the_largest_size_is_served_in_parts() -> None:
+    """The first of so many parts is compared; each call counts as one, with all rows that its graphs compute."""
+    step = served(model_of(nn.GELU()))
+    assert check(step, 20, 20, 17, 24, 9) == [
+        *(Reason.VERIFIED_NOW, Reason.IN_PARTS, Reason.IN_PARTS, Reason.IN_PARTS, Reason.VERIFIED_NOW)
+    ]
+    assert step.explain(torch.randn(18, 3)).startswith("FULL graph, 18 -> 20 rows, 10.0 % padding (in 3 parts of 8)")
+    assert (step.stats.hits, step.stats.real_rows, step.stats.padded_rows) == (3, 61, 64)
+    assert step.stats.rows == {20: 2, 17: 1, 24: 1, 9: 1}
+
+
+def test_nested_outputs_are_put_together_along_their_rows() -> None:
+    """Whichever dimension that is; what has no rows is returned once."""
+    layer = nn.Linear(3, 3)
+    step = served(lambda x: {"y": layer(x), "z": (layer(x).T, [layer(x).repeat(1, 2)], layer.weight.sum(), 7)})
+    assert check(step, 20, 19, 21)[1:] == [Reason.IN_PARTS] * 2
+
+
+def test_rows_along_two_dimensions_take_further_lengths_as_they_are() -> None:
+    """Only rows are divided; a length above the longest stays eager."""
+    layer = nn.Linear(3, 3)
+    dims = {"x": {0: gd.Dim("batch", [4]), 1: gd.Dim("seq", [8])}}
+    step = gd.graphed(lambda x: layer(x).transpose(0, 1), dynamic=dims)
+    step._server.graphs.judges_gain = False
+    step.prewarm(torch.randn(4, 8, 3))
+    check(step, (9, 5, 3), (9, 5, 3), (10, 8, 3), (10, 9, 3))
+    assert list(step.stats.reasons) == [Reason.VERIFIED_NOW, Reason.ABOVE_LARGEST_SIZE]
+    assert step.stats.hits == 2
+
+
+COUNT, TABLE = torch.zeros(1), torch.zeros(64, 3)
+NOT_IN_PARTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "rows mix": (lambda x: x - x.mean(0), "rows mix in aten::mean"),
+    "state is written": (lambda x: (COUNT.add_(1), x * 2)[1], "writes state"),
+    "arguments are written": (lambda x: x.mul_(2), "writes state or arguments"),
+    "random numbers": (lambda x: x + torch.rand_like(x), "draws random numbers"),
+    "another path": (lambda x: x * (2 if x.shape[0] <= 8 else 3), "no run speaks for so many rows"),
+    "numbers of rows": (
+        lambda x: x + torch.arange(x.shape[0])[:, None] * 0,
+        "by their place in the batch, in aten::arange",
+    ),
+    "rows of a table": (lambda x: x + TABLE[: x.shape[0]], "by their place in the batch, in aten::slice"),
+    "one tensor twice": (lambda x: [x * 2] * 2, "one tensor twice"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_IN_PARTS)
+def test_what_is_not_served_in_parts(name: str) -> None:
+    """It stays eager as before, and ``explain`` says why."""
+    fn, why = NOT_IN_PARTS[name]
+    step = served(fn)
+    x = torch.ones(12, 3)
+    for _ in range(2):
+        torch.manual_seed(0)
+        answer = step(x.clone())
+        torch.manual_seed(0)
+        assert_same(answer, fn(x.clone()) if name != "rows mix" else x * 0)
+    assert step.last_decision.reason is Reason.ABOVE_LARGEST_SIZE
+    assert why in step.explain(x), step.explain(x)
+
+
+def test_parts_that_are_slower_are_not_used() -> None:
+    """Both are timed for each number of parts, in turns; the reason has the times."""
+    step = served(model_of())
+    step._server.graphs.judges_gain = True
+    step._server.graphs.clock = itertools.accumulate(itertools.cycle((0, 1, 0, 2))).__next__  # seconds
+    assert check(step, 12, 12, 30, 30) == [Reason.NO_GAIN] * 4
+    assert "in 2 parts of 8 it takes" in step.explain(torch.randn(12, 3))
+
+
+def test_parts_are_of_the_present_state() -> None:
+    """After weights have moved nothing is served in parts until there are graphs again, which are compared again."""
+    layer = model_of(nn.GELU())
+    step = served(layer)
+    check(step, 12, 12)
+    layer[0] = nn.Linear(3, 3)
+    assert check(step, 12) == [Reason.ABOVE_LARGEST_SIZE]
+    step.prewarm(torch.randn(8, 3))
+    assert check(step, 12, 12) == [Reason.VERIFIED_NOW, Reason.IN_PARTS]
+
+
+def test_strict_takes_parts_for_graphs_and_nothing_else() -> None:
+    """Beyond so many parts there is an error."""
+    step = served(model_of(), strict=True)
+    assert check(step, 64, 64) == [Reason.VERIFIED_NOW, Reason.IN_PARTS]
+    with pytest.raises(FallbackError, match="more than 8 of them"):
+        step(torch.randn(65, 3))
+
+
+def test_nothing_is_compared_while_frozen() -> None:
+    """Parts that were compared before are served."""
+    step = served(model_of())
+    check(step, 12)
+    step.freeze()
+    assert check(step, 12, 20) == [Reason.IN_PARTS, Reason.FROZEN]
+
+
+def test_the_first_batch_in_parts_has_eager_s_answer_if_a_replay_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison has run it eagerly before; the next one that can be compared is."""
+    step = served(model_of(nn.GELU()))
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched:
+        for entry in step.entries:
+            patched.setattr(entry, "graph", SimpleNamespace(replay=fail))
+            entry._plans.clear()
+        assert check(step, 20) == [Reason.REPLAY_FAILED]
