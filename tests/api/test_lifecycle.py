@@ -163,6 +163,21 @@ def test_graphs_of_another_state_are_checked_again_too() -> None:
     assert step.stats.captures == 2
 
 
+@pytest.mark.parametrize("prewarms", [False, True])
+def test_a_callable_that_clears_its_own_graphs_leaves_none(prewarms: bool) -> None:
+    """Nobody would find the graph of a signature that was forgotten while it was captured."""
+
+    def restless(x: torch.Tensor) -> torch.Tensor:
+        step.clear()
+        return x * 2
+
+    step = make(restless, sizes=(4,), options=gd.CUDAGraphOptions(capture_after=1))
+    if prewarms:
+        step.prewarm(torch.ones(4, 3))
+    assert check_rows(step, 4, 4, fn=double) == [Reason.CAPTURE_FAILED] * 2
+    assert step.entries == []
+
+
 def test_a_callable_may_invalidate_its_own_graph() -> None:
     """The buffers of the graph that is being captured stay."""
 

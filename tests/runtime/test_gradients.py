@@ -222,3 +222,23 @@ def test_an_activation_does_not_train() -> None:
     for _ in range(4):
         step(torch.randn(4, 2))
     assert step.stats.hits
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_what_differentiates_inside_hears_that_gradients_are_off(captures: bool) -> None:
+    """Nothing tells before a call that its code differentiates. Torch's error says what to do, and that is served."""
+
+    def slope(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad((x**3).sum(1).sum(), x)
+        return found
+
+    x = torch.linspace(-1, 1, 12).view(4, 3)
+    options = AT_ONCE if captures else None
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        graphed(slope, dynamic={"x": 0}, options=options)(x)
+    assert "within torch.enable_grad()" in caught.value.__notes__[-1]
+    step = graphed(torch.enable_grad()(slope), dynamic={"x": 0}, options=AT_ONCE)
+    for number in range(4):
+        assert torch.equal(step(x + number), slope(x + number))
+    assert step.stats.hits

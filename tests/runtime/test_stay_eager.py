@@ -12,6 +12,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from graphdispatch import CUDAGraphOptions, Decision, FallbackError, Graphed, Reason, graphed
+from graphdispatch.runtime import server
 from graphdispatch.runtime.group import StayEager
 
 from ..helpers import HAS_CORE, check_rows, double, serve_in_python
@@ -348,6 +349,16 @@ def test_new_constants_are_not_all_looked_at(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(MANY):
         assert torch.equal(step(x, float(number)), x * number)
     assert looks.count < MANY / 4
+
+
+def test_forms_without_end_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of calls that name other arguments each time is bounded."""
+    monkeypatch.setattr(server, "_MOST_FORMS", 40)
+    step = graphed(lambda x, **scales: x * sum(scales.values()), dynamic={"x": 0}, sizes=(4,))
+    x = torch.ones(4, 3)
+    for number in range(100):
+        assert torch.equal(step(x, **{f"scale_{number}": 2.0}), x * 2)
+    assert len(step._route.unmatched) <= 40
 
 
 def test_graphs_serve_beside_calls_that_fit_none() -> None:

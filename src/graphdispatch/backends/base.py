@@ -183,8 +183,6 @@ class Graph(NotCopied, ABC):
 
     is_unchanged: Callable[[], bool] | None = None
     """Whether what Python read at the capture is as it was; set where a break of the graph may change that."""
-    runs_code = False
-    """Whether a replay runs Python of the user's, of which nobody knows what it did where the replay fails."""
 
     @abstractmethod
     def replay(self) -> None:

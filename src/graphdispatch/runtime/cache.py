@@ -216,7 +216,7 @@ class GraphCache:
         if not self._is_small(entries):
             raise IntegrityError(f"{bytes_of(entries)} bytes, more than memory_budget_bytes={self.max_bytes}")
         for entry in entries:
-            if entry.is_released:
+            if entry.is_released and entry in self._entries:  # else it went meanwhile
                 raise IntegrityError(f"{entry!r} was released and is still in the cache")
 
     def __iter__(self) -> Iterator[CUDAGraphEntry]:

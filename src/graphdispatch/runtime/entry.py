@@ -130,7 +130,7 @@ class CUDAGraphEntry(NotCopied):
     def __post_init__(self) -> None:
         self.writes_outside = bool(self.mutated) or self.written is not None
         if self.written is not None:
-            WINDOWS.pools.add(self.pool)
+            WINDOWS.pools[id(self.pool)] = self.pool
 
     def fits_modes(self) -> bool:
         """Whether the modes of torch around the running call are such that a replay is what eager would do."""
@@ -299,7 +299,7 @@ class CUDAGraphEntry(NotCopied):
             failure = ReplayError(f"the replay failed: {type(error).__name__}: {error}")
         self.failed()
         if self.knows_effects:
-            failure.had_effects |= (self.written is not None or self.graph.runs_code) and stage != "load"
+            failure.had_effects |= self.written is not None and stage != "load"
         if before is not None and not failure.had_effects:
             self.backend.set_rng_state(before)
         if failure is not error:

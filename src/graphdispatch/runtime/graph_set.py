@@ -257,6 +257,9 @@ class GraphSet:
             result = self._of_all_ranks(self.capturer.capture(request))
         finally:
             self._captured_on = before
+        if result.entry is not None and self.groups.get(group.key) is not group:
+            result.entry.release()
+            result = replace(result, entry=None, reason=Reason.CAPTURE_FAILED, detail="the call clears its own graphs")
         if result.reason is Reason.CAPTURE_WAITS:  # for a call whose code is traced
             return result
         if result.entry is None:

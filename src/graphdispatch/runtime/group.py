@@ -128,7 +128,7 @@ class Route:
     @property
     def groups(self) -> list["GraphGroup"]:
         """The groups of all forms of calls."""
-        return [group for groups in self.forms.values() for group in groups]
+        return [group for groups in list(self.forms.values()) for group in groups]
 
     def group_of(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

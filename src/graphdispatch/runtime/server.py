@@ -66,6 +66,8 @@ _OF_ONE_CALL = (
     *(Reason.DISABLED, Reason.NOT_CAPTURED),
 )
 """Reasons that say nothing of the next call of so many rows."""
+_MOST_FORMS = 4096
+"""Of so many forms of calls that fit no group it is kept that they ran eagerly."""
 _IN_CALLERS_MODE = (Reason.NEEDS_GRADIENTS, Reason.UNGUARDED_ARGUMENT, Reason.STATE_UNSEEN)
 """Reasons of calls that are differentiated if gradients are on: what nobody sees into, an argument or what the call
 finds, may hold something that trains."""
@@ -135,8 +137,8 @@ class Server:
                 ):
                     if gradients and self.may_need_gradients(leaves, guard):
                         return self.serve_unmatched(route, args, kwargs)
-                    torch._C._set_grad_enabled(False)
                     try:
+                        torch._C._set_grad_enabled(False)
                         result = (
                             self.observed(hit.entry, plan.rows, leaves)
                             if self.observes
@@ -183,16 +185,15 @@ class Server:
             self.settle(route, args, kwargs, Choice(decision))
             return self.run_eagerly(decision, args, kwargs)
         gradients = torch.is_grad_enabled()
-        with torch.no_grad():
-            if not WINDOWS.take(self.lock):
+        with _WithoutGradients():
+            with WINDOWS.taking(self.lock) as is_taken:
+                if is_taken:
+                    choice = self._as_all_ranks(self.look_at(route, args, kwargs, gradients=gradients))
+                    self.count(choice)
+                    is_done, answer = self.perform(choice)
+                    self.settle(route, args, kwargs, choice if is_done else answer)
+            if not is_taken:
                 return self.run_eagerly(Decision.eager(Reason.STATE_SHARED), args, kwargs)
-            try:
-                choice = self._as_all_ranks(self.look_at(route, args, kwargs, gradients=gradients))
-                self.count(choice)
-                is_done, answer = self.perform(choice)
-                self.settle(route, args, kwargs, choice if is_done else answer)
-            finally:
-                self.lock.release()
             if is_done:
                 return answer
             torch._C._set_grad_enabled(gradients and answer.decision.reason in _IN_CALLERS_MODE)
@@ -219,6 +220,8 @@ class Server:
         if group is None and decision.reason in _OF_ONE_CALL:
             return
         if is_eager and (group is None or (group.is_new and decision.reason in _NEW)):
+            if len(route.unmatched) >= _MOST_FORMS:
+                route.unmatched.clear()
             stays = route.unmatched.setdefault((len(args), *kwargs), StayEager(decision))
             stays.again(decision)
         elif group is not None:
@@ -275,7 +278,7 @@ class Server:
             return self.run_eagerly(decision, args, kwargs, group)
         if self.needs_gradients(args, kwargs):
             return self.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS), args, kwargs)
-        with torch.no_grad():
+        with _WithoutGradients():
             return self.run_eagerly(decision, args, kwargs, group)
 
     def look_at(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], *, gradients: bool) -> Choice:
@@ -473,8 +476,10 @@ class Server:
         self.count_eager(decision)
         graphs = self.graphs
         fn, budget = self.fn if group is None else group.timed(self.fn, decision.rows), graphs.budget
-        run, started = WINDOWS.begin(self._reach), budget.begin_eager()
+        run, started = object(), None
         try:
+            WINDOWS.begin(run, self._reach)
+            started = budget.begin_eager()
             answer = fn(*args, **kwargs)
             return graphs.give(answer) if graphs.returns_handles else answer
         except Exception as error:
@@ -482,8 +487,8 @@ class Server:
                 error.add_note(f"graphdispatch: {decision.detail}")  # such as an array where the model takes a tensor
             raise
         finally:
-            budget.note_eager(started)
             WINDOWS.end(run)
+            budget.note_eager(started)
             self.local.decision = decision  # the callable may have called this object, too
 
     def count_eager(self, decision: Decision, cause: BaseException | None = None) -> None:
@@ -504,6 +509,18 @@ class Server:
 
     def _reach(self) -> set[int]:
         return storages_of(self.graphs.guard.placed)
+
+
+class _WithoutGradients(torch.no_grad):
+    """A block without gradients, as graphs run. An error that comes of that alone says what to do."""
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if self.prev and isinstance(error, RuntimeError) and "does not require grad" in str(error):
+            error.add_note(
+                "graphdispatch: this call runs without gradients, since none of its arguments requires one and no "
+                "module trains; differentiate within torch.enable_grad() inside of the callable"
+            )
 
 
 def _trains(module: nn.Module) -> bool:

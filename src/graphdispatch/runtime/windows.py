@@ -16,9 +16,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -41,8 +41,8 @@ class Windows:
     __slots__ = ("__weakref__", "_changed", "_runs", "open", "pools")
 
     def __init__(self) -> None:
-        self.pools: WeakSet[Pool] = WeakSet()
-        """The pools of graphs that write memory of others."""
+        self.pools: WeakValueDictionary[int, Pool] = WeakValueDictionary()
+        """By ``id``, the pools of graphs that write memory of others. Threads may add some while others read them."""
         self.after_fork()
         renew_in_child(self)
 
@@ -64,13 +64,13 @@ class Windows:
         with self._changed:
             self._changed.wait_for(lambda: not self._covers_writes(entry), _RUN_WAITS_S)
 
-    def begin(self, reach: _Reach) -> object:
-        """Begin an eager run of the calling thread, once no window covers what it reaches; returns what ``end`` takes.
+    def begin(self, run: object, reach: _Reach) -> None:
+        """Begin an eager run of the calling thread, once no window covers what it reaches. Call it in the block that
+        ends the run, since a signal may stop it.
 
         It takes no lock while no window is open. A run is noted before it looks for windows, and a window is opened
         before its capture looks for runs, so that one of the two sees the other.
         """
-        run = object()
         self._runs[run] = here = (threading.get_ident(), reach)
         if self.open:
             del self._runs[run]
@@ -80,10 +80,9 @@ class Windows:
                         "a call ran during a capture of another thread that shares its state; a write may be lost"
                     )
                 self._runs[run] = here
-        return run
 
     def end(self, run: object) -> None:
-        """End a run, and tell the captures that wait for it."""
+        """End a run, if it has begun, and tell the captures that wait for it."""
         self._runs.pop(run, None)
         if self.open:
             with self._changed:
@@ -107,12 +106,13 @@ class Windows:
                     self.open.remove(window)
                 self._changed.notify_all()
 
-    def take(self, lock: Any) -> bool:
-        """Take a lock that captures are made with, for the caller to release; False if the calling thread may not wait
-        long for it: a run of it is under way, for which the capture that holds the lock may wait."""
+    def taking(self, lock: Any) -> AbstractContextManager[bool]:
+        """A block with a lock that captures are made with; False, and no lock, if the calling thread may not wait long
+        for it: a run of it is under way, for which the capture that holds the lock may wait."""
         here = threading.get_ident()
         is_inner = bool(self._runs) and any(thread == here for thread, _ in list(self._runs.values()))
-        return bool(lock.acquire(timeout=_INNER_WAITS_S if is_inner else -1))
+        taken: AbstractContextManager[bool] = _Briefly(lock) if is_inner else lock
+        return taken
 
     def _covers_writes(self, entry: "CUDAGraphEntry") -> bool:
         return entry.written is not None and self._covers({begin for begin, _ in entry.written.spans})
@@ -124,7 +124,7 @@ class Windows:
     def _others(self) -> list[tuple[set[int], bool]]:
         """What the windows of other threads cover, each with whether it waits for a run of the calling thread."""
         here = threading.get_ident()
-        windows = [covered for thread, covered in self.open if thread != here]
+        windows = [covered for thread, covered in list(self.open) if thread != here]
         runs = (
             list(self._runs.values()) if windows else []
         )  # a replay calls this, and it takes long to find what a run reaches
@@ -143,8 +143,9 @@ class Windows:
         with self._changed:
             if not self._changed.wait_for(is_quiet, _CAPTURE_WAITS_S):
                 return False
-        for pool in list(self.pools):
-            if pool is not own:
+        for held in self.pools.valuerefs():
+            pool = held()
+            if pool is not None and pool is not own:
                 if not pool.lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
                     return False
                 try:
@@ -152,6 +153,21 @@ class Windows:
                 finally:
                     pool.lock.release()
         return True
+
+
+class _Briefly:
+    """A block with a lock, or False after waiting for it for a moment."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self._is_taken = lock, False
+
+    def __enter__(self) -> bool:
+        self._is_taken = self._lock.acquire(timeout=_INNER_WAITS_S)
+        return self._is_taken
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_taken:
+            self._lock.release()
 
 
 WINDOWS = Windows()

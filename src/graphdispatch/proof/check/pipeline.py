@@ -99,8 +99,9 @@ def _in_window(request: CaptureRequest, entry: CUDAGraphEntry | None) -> Capture
                 return _watched_enough(request, entry)
     answer = None
     if request.keep_effects:
-        run = WINDOWS.begin(lambda: request.reach)
+        run = object()
         try:
+            WINDOWS.begin(run, lambda: request.reach)
             answer = request.call(request.values)
         finally:
             WINDOWS.end(run)
