@@ -10,7 +10,7 @@ import pytest
 import torch
 from queued_device import DEVICE, delays, fail_after, held, limit_memory, lose, memory_snapshot, pool_bytes, recover
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, DispatchKey, Reason, graphed
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, DispatchKey, Reason, eager_break, graphed
 from graphdispatch.backends import Backend, get_backend
 from graphdispatch.backends.base import Stream
 from graphdispatch.backends.operator_mode import reveal_operators
@@ -97,6 +97,21 @@ def test_a_callable_that_is_dropped_keeps_its_inputs_until_its_replay_is_done() 
     torch.accelerator.synchronize()
     torch.testing.assert_close(answer, (batch * 2).cumsum(0))
     assert all(bool((one == 7).all()) for one in junk)
+
+
+def test_static_inputs_of_another_signature_stand_against_no_break() -> None:
+    """At a break the pool notes on which stream they were used, while the callable's operators are watched."""
+
+    @eager_break
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x + float(x.sum())
+
+    step = graphed(lambda x: total(x) * 2, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=AT_ONCE)
+    for dtype in (torch.float32, torch.float64):
+        for _ in range(3):
+            answer = step(x_of(1).to(dtype))
+            assert (answer.cpu() == 26).all()
+        assert step.last_decision.mode is CUDAGraphMode.PIECEWISE, step.last_decision
 
 
 def test_a_pool_forgets_graphs_that_somebody_drops(backend: Backend) -> None:

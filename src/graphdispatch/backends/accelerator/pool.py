@@ -139,10 +139,11 @@ class AcceleratorPool(Pool):
         """Note that work on the pool's memory ends on ``stream``. Static inputs are used there, too: nobody else gets
         their memory before that work is done, even if they are dropped and not released."""
         self._last = stream
-        for held in self.inputs.valuerefs():
-            inputs = held()
-            for buffer in inputs.buffers if inputs is not None else ():
-                buffer.record_stream(stream)
+        with torch._C._DisableTorchDispatch():  # a capturer may be watching operators, at a break
+            for held in self.inputs.valuerefs():
+                inputs = held()
+                for buffer in inputs.buffers if inputs is not None else ():
+                    buffer.record_stream(stream)
 
     def order_after_last_use(self) -> None:
         """Make the current stream wait for the stream that last used the pool; if they are one, only compare them."""
