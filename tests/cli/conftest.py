@@ -18,6 +18,9 @@ def fine():
 def unsafe():
     return lambda x: x * float(x.sum()), {"x": torch.ones(4)}, {"dynamic": {"x": 0}}
 
+def pieces():
+    return lambda x: x * 2, {"x": torch.ones(4)}, {"dynamic": {"x": 0}, "mode": "PIECEWISE"}
+
 def failing():
     raise ValueError("no\\nweights")
 

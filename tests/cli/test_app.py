@@ -62,6 +62,8 @@ def test_the_exit_code_of_an_audit_says_whether_graphs_can_hold_it(folder: Path,
     code, out, _ = run("audit", "audited:unsafe", "--mode", "piecewise")
     assert code == 1
     assert "NOT capturable" in out
+    assert "PIECEWISE graphs" in run("audit", "audited:pieces").out
+    assert "FULL graphs" in run("audit", "audited:pieces", "--mode", "full").out
 
 
 def test_without_a_command_help_is_shown(run: Callable[..., Any]) -> None:

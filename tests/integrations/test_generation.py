@@ -85,10 +85,13 @@ def test_what_graphs_do_not_serve_runs_as_before(model: Any) -> None:
         got = [answers(model, [(b, copy.deepcopy(settings))])[0] for b, settings in others.values()]
         with torch.autocast("cpu", torch.bfloat16):
             model.generate(**batch, **GREEDY)
+        model.train()
+        model.generate(**batch, **GREEDY)
+        model.eval()
         stats, explained = generation.stats, generation.explain()
     assert all(map(torch.equal, got, expected))
-    assert stats.not_served == dict.fromkeys((*others, NotServed.AUTOCAST), 1)
-    assert (stats.requests, stats.served) == (8, 1)
+    assert stats.not_served == dict.fromkeys((*others, NotServed.AUTOCAST, NotServed.TRAINING), 1)
+    assert (stats.requests, stats.served) == (9, 1)
     assert all(reason.text in explained for reason in others)
 
 
@@ -266,11 +269,14 @@ def test_a_model_that_reads_the_window_in_python_runs_as_before() -> None:
 def test_a_request_that_passes_the_kept_cache_by_is_not_served(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with a transformers that gives the model its cache under another name: it is counted, and logged once."""
+    """As with a transformers that gives the model its cache under another name: it is counted, also one that raises,
+    and logged once."""
     monkeypatch.setattr("graphdispatch.integrations.transformers.generation.CACHE_NAMES", ("renamed",))
     generation = check_same(make_model("llama"), [(prompts(2, 5), GREEDY)] * 2, cache_lengths=(32,))
+    with generation, pytest.raises(IndexError, match="out of range"):
+        generation.model.generate(torch.tensor([[5, 1000]]), **GREEDY)
     assert (generation.stats.served, generation.stats.steps) == (0, 0)
-    assert generation.stats.not_served.keys() == {NotServed.PASSED_BY}
+    assert generation.stats.not_served == {NotServed.PASSED_BY: generation.stats.requests}
     assert "did not pass the kept cache to the model" in generation.explain()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert transformers.__version__ in caplog.text

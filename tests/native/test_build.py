@@ -7,7 +7,7 @@ import pytest
 
 import graphdispatch
 from graphdispatch.native import EXTENSION
-from graphdispatch.native.build import CompileError, compile_core
+from graphdispatch.native.build import CompileError, compile_core, compile_extension
 
 from ..helpers import run_python
 
@@ -53,6 +53,13 @@ def test_a_package_without_a_core_says_so(copied: Path) -> None:
 def test_the_environment_turns_the_core_off(copied: Path) -> None:
     """Whether there is one or not."""
     assert "GRAPHDISPATCH_NATIVE=0" in printed(copied, GRAPHDISPATCH_NATIVE="0")
+
+
+def test_an_empty_name_of_a_compiler_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``CXX=`` stands for the default."""
+    monkeypatch.setenv("CXX", "")
+    with pytest.raises(CompileError, match=r"^c\+\+ "):
+        compile_extension([tmp_path / "nowhere.cpp"], tmp_path / "none.so")
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

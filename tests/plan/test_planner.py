@@ -188,6 +188,8 @@ def test_combinations_keep_the_limits() -> None:
 WRONG: list[tuple[Any, ...]] = [
     ({"max_graphs": 0}, "max_graphs must be an integer >= 1, got 0"),
     ({"memory": -1}, "memory must be a finite number above 0"),
+    ({"memory": "2GiB"}, "memory must be a finite number above 0, got '2GiB'"),
+    ({"multiple_of": 2**30}, "max_size must be at most 1048576 in one dimension"),
     ({"memory": 1000}, "leave room for a graph, which takes 27"),
     ({"capture_time": 1e-3}, "leave room for a graph, .* 0.06 s"),
     ({"max_size": 4, "multiple_of": 8}, "max_size must be an integer >= 8, got 4"),

@@ -85,8 +85,9 @@ def test_a_split_is_in_time() -> None:
 
 @pytest.mark.parametrize("name", ["trace.csv", "trace.csv.gz"])
 def test_csv_is_read_plain_and_compressed(name: str, tmp_path: Path) -> None:
-    """Columns by name; other columns are ignored."""
-    assert counted(Workload.from_trace(put(tmp_path, CSV, name))) == {(3,): (2, 0), (7,): (0, 1)}
+    """Columns by name; other columns and spaces behind commas are ignored."""
+    for content in (CSV, CSV.replace(",", ", ")):
+        assert counted(Workload.from_trace(put(tmp_path, content, name))) == {(3,): (2, 0), (7,): (0, 1)}
 
 
 def test_json_lines_and_several_columns_are_read(tmp_path: Path) -> None:
@@ -127,6 +128,9 @@ BAD_FILES: list[tuple[Any, ...]] = [
     ('{"num_tokens": 3.5}\n', "line 1: expected num_tokens"),
     ("| Unpadded Tokens | Padded Tokens |\n", "has no steps"),
     ("num_tokens,count\n3,0\n", "line 2: .*count as integers"),
+    (f"num_tokens,count\n3,{'9' * 400}\n", "line 2: .*count as integers"),
+    (f'num_tokens\n3\n"{"3" * 200_000}"\n', "line 3 is not CSV: field larger"),
+    ('{"num_tokens": 3}\n' + "[" * 200_000 + "\n", "line 2 is not JSON"),
     ('{"num_tokens": 3}\n[3]\n', "line 2: expected num_tokens"),
 ]
 
@@ -160,6 +164,8 @@ IMPOSSIBLE: list[tuple[Any, ...]] = [
     ("histogram", ({1: 0.0},), "one at least above 0"),
     ("histogram", ({1: -1.0},), "counts must hold finite weights from 0"),
     ("histogram", ({1: float("nan")},), "counts must hold finite weights from 0"),
+    ("histogram", ({1: 10**400},), "counts must hold finite weights from 0"),
+    ("histogram", ({1: "many"},), "counts must hold finite weights from 0"),
     ("histogram", ({1: 1.0}, {1: 2.0}), "from 0 to theirs"),
     ("histogram", ({1: 1.0}, {2: 1.0}), "decode for some of these shapes"),
 ]

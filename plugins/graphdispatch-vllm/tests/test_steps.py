@@ -94,6 +94,17 @@ def test_a_schedule_keeps_its_pointers_into_itself() -> None:
     assert memory.tensor[1] == like.data_ptr() + 8
 
 
+def test_garbage_behind_a_schedule_is_no_pointer() -> None:
+    """vLLM does not clear the memory, so a word there may look like one; a later schedule may be shorter."""
+    memory, long = Schedule(), torch.zeros(8, dtype=torch.int64)
+    long[:4], long[7] = schedule(1, 2).view(torch.int64), long.data_ptr()
+    long[2], long[3] = long.data_ptr() + 24, long.data_ptr() + 32
+    assert memory.load(long)
+    assert memory.load(schedule(3, 4))
+    place = memory.tensor.data_ptr()
+    assert memory.tensor[:4].tolist() == [3, 4, place + 24, place + 32]
+
+
 def test_a_schedule_without_room_is_refused() -> None:
     """The step then runs eagerly, on vLLM's own schedule."""
     assert not Schedule(nbytes=16).load(schedule(1, 2))

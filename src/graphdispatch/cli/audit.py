@@ -14,7 +14,10 @@ def audit(
         str | None,
         typer.Option(help="Rows to capture: 1,8,64. Default: powers of two, at most 16.", metavar="SIZES"),
     ] = None,
-    mode: Annotated[str, typer.Option(help="FULL, or PIECEWISE, with graphs between eager_break parts.")] = "FULL",
+    mode: Annotated[
+        str | None,
+        typer.Option(help="FULL, or PIECEWISE, with graphs between eager_break parts. Default: as of MODEL, or FULL."),
+    ] = None,
 ) -> None:
     """Say whether graphs can hold your model, and name all that prevents it: operators, state, rows, constants.
 
@@ -22,10 +25,11 @@ def audit(
     """
     from .. import audit as run_audit  # here, since it loads torch, which help and completion need not
 
-    options = {} if sizes is None else {"sizes": _parse_sizes(sizes)}
+    chosen = {"sizes": None if sizes is None else _parse_sizes(sizes), "mode": mode}
+    options = {name: value for name, value in chosen.items() if value is not None}
     fn, example, given = load_model(model, "MODEL")
     with waiting("running the model, and capturing it"):
-        found = run_audit(fn, example, **{**given, "mode": mode, **options})
+        found = run_audit(fn, example, **{**given, **options})
     typer.echo(found)
     if not found.capturable:
         raise typer.Exit(1)

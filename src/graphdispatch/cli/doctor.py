@@ -78,7 +78,7 @@ def _numbers(release: str) -> list[int]:
 
 def _parts() -> Iterator[_Finding]:
     """Devices, backends, the native parts and the compiler that makes them."""
-    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    compiler = shlex.split(os.environ.get("CXX") or "c++")[0]
     yield _Finding("compiler", shutil.which(compiler) or f"{compiler} is not found, so graphs on the CPU run in Python")
     try:
         import torch

@@ -41,7 +41,7 @@ def compile_extension(sources: Sequence[Path], target: Path, flags: Sequence[str
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").exists():
         raise CompileError(f"there is no Python.h in {include}; install Python's headers")
-    command = [*shlex.split(os.environ.get("CXX", "c++")), "-O2", "-std=c++17", "-fPIC", "-shared"]
+    command = [*shlex.split(os.environ.get("CXX") or "c++"), "-O2", "-std=c++17", "-fPIC", "-shared"]
     command += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-cast-function-type", f"-I{include}"]
     if sys.platform == "darwin":
         command += ["-undefined", "dynamic_lookup"]

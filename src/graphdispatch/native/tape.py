@@ -152,7 +152,7 @@ def torch_flags() -> list[str]:
 
 def fingerprint(flags: list[str]) -> str:
     """What differs between binaries that must not serve each other's process."""
-    parts = [torch.__version__, str(torch.version.git_version), sys.version, os.environ.get("CXX", "c++")]
+    parts = [torch.__version__, str(torch.version.git_version), sys.version, os.environ.get("CXX") or "c++"]
     parts += [str(sysconfig.get_config_var("EXT_SUFFIX")), shlex.join(flags)]
     content = [p.read_bytes() for p in (*sorted(TAPE_SOURCES.iterdir()), Path(build.__file__))]
     return hashlib.sha256(b"\0".join([*map(str.encode, parts), *content])).hexdigest()[:32]

@@ -19,7 +19,7 @@ from ..modes import CUDAGraphMode
 from ..sizes import named_sizes
 from .cost import CostModel
 from .plan import Plan, weights_by_mode
-from .workload import Floats, Ints, Workload
+from .workload import LARGEST_SIZE, Floats, Ints, Workload
 
 _MOST_CANDIDATES = 1024  # sizes of one dimension
 _MOST_POINTS = 1600  # combinations of sizes of several dimensions
@@ -84,6 +84,8 @@ def plan_sizes(
     if not weights or (len(weights) > 1 and shapes.shape[1] > 1):
         raise ConfigError(f"mode must have graphs for the steps, and one mode for several dimensions, got {mode.name}")
     if shapes.shape[1] == 1:
+        if top > LARGEST_SIZE:
+            raise ConfigError(f"max_size must be at most {LARGEST_SIZE} in one dimension, got {top}")
         top = top // multiple_of * multiple_of
         chosen = _shortest_path(shapes[:, 0], weights, cost, limits, top, multiple_of, smoothing)
     else:
@@ -108,7 +110,7 @@ class _Limits:
         if max_graphs is not None:
             check_count("max_graphs", max_graphs)
         for name, amount in (("memory", memory), ("capture_time", capture_time)):
-            if amount is not None and not 0 < amount < math.inf:
+            if amount is not None and not (isinstance(amount, (int, float)) and 0 < amount < math.inf):
                 raise ConfigError(f"{name} must be a finite number above 0, got {amount!r}")
         return cls(max_graphs or math.inf, 1e3 * (capture_time or math.inf), memory or math.inf)
 

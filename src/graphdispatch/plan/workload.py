@@ -83,7 +83,10 @@ class Workload:
             ConfigError: If there are no steps, a weight is impossible, or ``decode`` exceeds ``counts``.
         """
         shapes, uniform = _checked_shapes("counts", list(counts)), counts if decode is None else decode
-        every, first = (np.array([float(each.get(shape, 0.0)) for shape in counts]) for each in (counts, uniform))
+        try:
+            every, first = (np.array([float(each.get(shape, 0.0)) for shape in counts]) for each in (counts, uniform))
+        except (OverflowError, TypeError, ValueError):
+            every = first = np.full(len(counts), np.nan)
         both = np.concatenate([first, every - first])
         if not (set(uniform) <= set(counts) and np.isfinite(both).all() and both.min() >= 0 and both.any()):
             raise ConfigError(
@@ -131,18 +134,18 @@ class Workload:
             try:
                 steps.append([int(str(row[name])) for name in columns])
                 kinds.append(_is_decode(row, steps[-1]))
-                weights.append(int(str(row.get("count", 1))))
+                weights.append(float(int(str(row.get("count", 1)))))
                 is_ordered &= "count" not in row
                 if not (all(1 <= size <= LARGEST_SIZE for size in steps[-1]) and weights[-1] > 0):
                     raise ValueError
-            except (AttributeError, KeyError, TypeError, ValueError):
+            except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
                 raise ConfigError(
                     f"{path}, line {line}: expected {', '.join(columns)} from 1 to {LARGEST_SIZE}, and if it has them "
                     f"uniform_decode as 0 or 1, num_reqs and count as integers, got {str(row)[:200]}"
                 ) from None
         if not steps:
             raise ConfigError(f"{path} has no steps; expected a header line and a line for each step")
-        return cls(np.array(steps), np.array(kinds), np.array(weights, float), is_ordered)
+        return cls(np.array(steps), np.array(kinds), np.array(weights), is_ordered)
 
     @cached_property
     def histogram(self) -> tuple[Ints, Floats, Floats]:
@@ -233,11 +236,14 @@ def _rows(path: str | Path) -> Iterator[tuple[int, Any]]:
         for number, line in enumerate(lines, 1):
             try:
                 yield number, json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}, line {number} is not JSON: {error}") from None
     else:
-        reader = csv.DictReader(lines)
-        yield from ((reader.line_num, row) for row in reader)
+        reader = csv.DictReader(lines, skipinitialspace=True)
+        try:
+            yield from ((reader.line_num, row) for row in reader)
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {reader.line_num + 1} is not CSV: {error}") from None
 
 
 def _is_decode(record: Mapping[str, Any], sizes: Sequence[int]) -> bool:

@@ -54,6 +54,7 @@ class Schedule:
         if self._pointers is None:
             self._pointers = np.flatnonzero((words >= begin) & (words <= begin + source.nbytes))
         else:
+            self._pointers = self._pointers[self._pointers < len(words)]  # garbage behind a structure may look like one
             found = words[self._pointers]
             inside = (found >= begin) & (found <= begin + source.nbytes)
             if not inside.all():

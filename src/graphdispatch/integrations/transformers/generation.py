@@ -269,6 +269,8 @@ class GraphedGeneration:
             return NotServed.OWN_CACHE
         if config.output_attentions:
             return NotServed.ATTENTIONS
+        if model.training:
+            return NotServed.TRAINING
         if config.use_cache is False or not model._supports_default_dynamic_cache():
             return NotServed.NO_CACHE
         if config.cache_implementation not in (None, "static"):
@@ -325,7 +327,7 @@ class Request:
     @property
     def may_begin_again(self) -> bool:
         """Whether the model raised at its first step with a kept cache, so that nothing has happened yet."""
-        return self.slot is not None and not self._is_prefilled
+        return self.slot is not None and not self._is_prefilled and not self.was_passed_by
 
     def uses(self, arguments: dict[str, Any]) -> bool:
         """Whether arguments of the model hold the slot's cache."""

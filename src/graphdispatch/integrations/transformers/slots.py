@@ -34,6 +34,10 @@ class NotServed(Explained):
     DEVICES = "devices", "the model is spread over several devices"
     FLASH = "flash", "flash attention skips padding by reading the mask, which no graph can do; use sdpa"
     AUTOCAST = "autocast", "autocast gives keys and values several dtypes, and a static cache has one"
+    TRAINING = (
+        "training",
+        "the model is in training mode, where dropout draws other numbers for a static cache; call eval()",
+    )
     ATTENTIONS = "attentions", "the request asks for attentions (output_attentions), which a static cache makes longer"
     RAISED = "raised", "the model raised an error at its first step with a static cache; explain() shows it"
     BUSY = "busy", "another thread is using the cache of this batch size and length"
