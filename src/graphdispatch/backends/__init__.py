@@ -65,6 +65,11 @@ def load_default() -> None:
     _FACTORIES.get(_accelerator(), _FACTORIES["cpu"])()
 
 
+def watching_backend() -> Backend | None:
+    """The backend that captures or compares the calling thread's work, of those that were used so far; or None."""
+    return next((backend for backend in list(_INSTANCES.values()) if backend.is_watched()), None)
+
+
 def get_backend(name: str = "auto", device: torch.device | None = None) -> Backend:
     """The backend of a device. The same device always gets the same object. Thread-safe.
 

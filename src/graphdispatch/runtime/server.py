@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from ..backends import load_default
+from ..backends import load_default, watching_backend
+from ..backends.code_events import pause, resume
 from ..backends.tracing import (
     dispatch_modes,
     function_modes,
@@ -178,6 +179,8 @@ class Server:
     def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
         closed = self.closed(route)  # first, since it raises where another thread's capture would record this call
+        if closed is Reason.INSIDE_CAPTURE:
+            return self._run_within(Decision.eager(closed), args, kwargs)
         if closed is not None:
             return self._run_as_graphs(Decision.eager(closed), args, kwargs)
         if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
@@ -455,7 +458,7 @@ class Server:
         """
         cache = self.graphs.cache
         home = cache if route.entry is None else route.entry
-        backend, pool = home.backend, home.pool
+        backend, pool = home.backend or watching_backend(), home.pool  # a first call may be made in a capture
         if backend is not None and (backend.watch.depth or backend.is_capturing()):
             backend.refuse_foreign_work()
             return Reason.INSIDE_CAPTURE
@@ -490,6 +493,19 @@ class Server:
             WINDOWS.end(run)
             budget.note_eager(started)
             self.local.decision = decision  # the callable may have called this object, too
+
+    def _run_within(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the callable as a part of the run that is captured: in that run's mode and window. Who listens to that
+        run's code hears of the callable alone, as if it were called directly."""
+        paused = pause()
+        try:
+            self.count_eager(decision)
+        finally:
+            resume(paused)
+        try:
+            return self.graphs.give(self.fn(*args, **kwargs))
+        finally:
+            self.local.decision = decision
 
     def count_eager(self, decision: Decision, cause: BaseException | None = None) -> None:
         """Count a call whose answer is eager's. The first one for each reason is a line of the log.

@@ -172,13 +172,17 @@ SHIFT = 0.0
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("is_attached", [False, True])
 def test_what_another_thread_changes_of_what_a_call_reads_stays(
-    is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+    is_ahead: bool, is_attached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights, numbers, entries, hooks and variables, in the first run of a capture and in a later one."""
+    """Weights, numbers, entries, hooks and variables, in the first run of a capture and in a later one. A part that is
+    attached, and that nobody called before, is a part of the run like any other."""
     for run in (1, 2):
         monkeypatch.setitem(globals(), "SHIFT", 0.0)
         model, other = Model().eval(), nn.Linear(3, 3)
+        if is_attached:
+            gd.attach(model.layer, dynamic={"input": 0})
         step = make(model)
         with behind(Gate(run), step.prewarm if is_ahead else step, torch.randn(4, 3)):
             model.layer, model.scale, model.table["shift"] = other, 5.0, 7.0
