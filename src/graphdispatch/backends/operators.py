@@ -78,31 +78,6 @@ _PLAIN_VALUE = frozenset({"bool", "complex", "float", "int", "number", "str"})
 _RESULT_DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-_TOTAL = """
-    _assert_tensor_metadata _fft_c2c _fft_c2r _fft_r2c _fused_rms_norm _log_softmax _softmax _to_copy _unsafe_view
-    addbmm addmm addmv addr arange avg_pool2d baddbmm bmm bucketize cat complex constant_pad_nd convolution copy
-    cummax cummin cumprod cumsum dot empty eye fill flip full full_like glu linspace masked_fill
-    max_pool2d_with_indices median mm mv native_group_norm native_layer_norm new_full new_ones new_zeros ones
-    ones_like pixel_shuffle polar repeat roll scalar_tensor searchsorted sort stack topk tril triu
-    upsample_bilinear2d upsample_nearest2d zero zeros zeros_like
-"""
-_TOTAL_TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy})
-_DIVIDE_INTEGERS = frozenset({"div", "floor_divide", "fmod", "remainder"})
-
-
-@per_operator
-def is_total(func: OpOverload) -> bool:
-    """Whether the operator does nothing but write its results, whatever the data.
-
-    It draws no random numbers, and no data makes it raise. An index may be out of range, and integers may be divided by
-    zero. False for an operator that is not known here.
-    """
-    name = func._schema.name.removeprefix("aten::").removesuffix("_")
-    if func.namespace != "aten" or is_seeded(func) or name in _DIVIDE_INTEGERS:
-        return False
-    return name in _TOTAL.split() or not _TOTAL_TAGS.isdisjoint(func.tags)
-
-
 @per_operator
 def is_seeded(func: OpOverload) -> bool:
     """Whether the operator draws from a random generator, by its tags."""
@@ -146,12 +121,18 @@ def keeps_elements(func: OpOverload) -> bool:
     return func._schema.name in _KEEPS_ELEMENTS and func._overloadname != "dtype"
 
 
+_OF_FIXED_SHAPES = frozenset(("aten::_to_copy", "aten::clone", "aten::constant_pad_nd", "aten::full_like"))
+
+
 @per_operator
 def has_fixed_shapes(func: OpOverload) -> bool:
-    """Whether the shapes of the arguments alone give the shapes of the results, as a kernel for meta tensors shows."""
+    """Whether the shapes of the arguments alone give the shapes of the results, as a kernel for meta tensors shows; a
+    few operators need none."""
     has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
     keys = ("Meta", "CompositeExplicitAutogradNonFunctional")
-    return func.namespace == "aten" and (is_total(func) or any(has_kernel(name, key) for key in keys))
+    return func._schema.name in _OF_FIXED_SHAPES or (
+        func.namespace == "aten" and any(has_kernel(name, key) for key in keys)
+    )
 
 
 def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
