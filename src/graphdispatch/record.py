@@ -47,10 +47,11 @@ from .runtime.collector import paused_collector
 from .runtime.constants import VALUES
 from .runtime.entry import CUDAGraphEntry
 from .runtime.flatten import describe, is_tensor
-from .runtime.outputs import OutputRule, Outputs, copied_from
+from .runtime.outputs import OutputRule, Outputs, copied_from, first_rows
 from .runtime.protocols import Capturer, Guard
 from .runtime.request import CaptureRequest, CaptureResult
 from .runtime.rules import graph_name
+from .sizes import Axis
 
 _log = logging.getLogger("graphdispatch")
 
@@ -164,7 +165,7 @@ class _Recording:
             if backend.capture_executes:  # before the end, which may give this memory to others
                 with _disable_current_modes():
                     self._take(output)
-            if request.options.outputs != "clone":
+            if request.options.outputs != "clone" and request.inputs.specs:
                 output = copied_from(request.buffer_storages(), output)
             is_own = [storage_key(tensor) not in self._existing for tensor in tensors_in(output)]
             capture.set_outputs(output, shared=request.options.shares_outputs)
@@ -172,6 +173,7 @@ class _Recording:
         outputs = capture.outputs
         if request.options.shares_outputs:
             outputs = tree_map_only(torch.Tensor, self._weak, outputs)
+        rule = OutputRule(tuple(map(self._dims_of, tensors_in(outputs))))
         return CUDAGraphEntry(
             descriptor=request.descriptor,
             mode=request.mode,
@@ -181,7 +183,7 @@ class _Recording:
             pool=request.pool,
             backend=backend,
             inputs=request.inputs,
-            outputs=Outputs(outputs, self._rule_of(outputs), is_own, request.options.outputs, request.pool),
+            outputs=Outputs(outputs, rule, is_own, request.options.outputs, request.pool),
             mutated=self._mutated,
             uses_rng=not torch.equal(rng, backend.rng_state()),
             state=EntryState.VERIFIED,
@@ -212,7 +214,7 @@ class _Recording:
             )
         views = request.inputs.views(request.size)
         self._mutated = tuple(i for i, view in enumerate(views) if view._version != self._versions[i])
-        self._answer, self._has_run = self._cut(output, self._rule_of(output)), True
+        self._answer, self._has_run = tree_map_only(torch.Tensor, self._real_rows, output), True
         for index in self._mutated if request.keep_effects else ():
             real = request.inputs.real(index, request.rows, request.size)
             request.values[request.inputs.specs[index].position].copy_(real)
@@ -221,17 +223,13 @@ class _Recording:
         """A tensor in the graph's memory that does not own it; one that lies elsewhere is held."""
         return tensor if storage_key(tensor) in self._existing else self._request.backend.weak_reference(tensor)
 
-    def _rule_of(self, output: Any) -> OutputRule:
-        """Which outputs follow the batch: those with as many rows as the graph."""
-        request = self._request
-        if not request.inputs.has_rows:
-            return OutputRule(tuple(() for _ in tensors_in(output)))
-        (axis,) = request.inputs.axes
-        size = axis.of(request.size)
-        rows = ((0, 1, axis),)
-        return OutputRule(tuple(rows if t.dim() and t.shape[0] == size else () for t in tensors_in(output)))
+    def _dims_of(self, tensor: torch.Tensor) -> tuple[tuple[int, int, Axis], ...]:
+        """Of an output with as many rows as the graph, the first dimension, which follows the batch."""
+        axis, size = self._request.inputs.axes[0], self._request.size
+        follows = self._request.inputs.has_rows and tensor.dim() and tensor.shape[0] == axis.of(size)
+        return ((0, 1, axis),) if follows else ()
 
-    def _cut(self, output: Any, rule: OutputRule) -> Any:
-        """Copies of what a run gave, of the real rows."""
-        is_own = [storage_key(tensor) not in self._existing for tensor in tensors_in(output)]
-        return Outputs(output, rule, is_own, "clone", self._request.pool).taker(self._request.rows)(None)
+    def _real_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the caller gets of an output: a copy of its real rows, unless it was there before."""
+        real = first_rows(tensor, self._dims_of(tensor), self._request.rows)
+        return real if storage_key(tensor) in self._existing else real.clone()

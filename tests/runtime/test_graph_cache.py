@@ -158,12 +158,6 @@ class Cache(RuleBasedStateMachine):
             self.let_go(self.cache.retire(held, EvictionReason.STALE))
             assert key not in self.held
 
-    @rule()
-    def clear(self) -> None:
-        """Everything."""
-        assert set(self.cache.take_all()) == set(self.held.values())
-        self.held.clear()
-
     @invariant()
     def agrees_with_the_model(self) -> None:
         """The same entries, all alive; limits and counts as they should be."""

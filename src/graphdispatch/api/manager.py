@@ -257,11 +257,8 @@ class CUDAGraphRegistry(Lifecycle):
 
     def clear(self) -> None:
         """Release all graphs, and let go of all callables. The statistics stay."""
-        self._graph_cache.refuse_changes()
-        for graphs in self._graph_sets:
-            graphs.clear()
-        for entry in self._graph_cache.take_all():  # of callables that are remembered no more
-            entry.release()
+        self._rearm(EvictionReason.DROPPED)
+        self._graph_cache.admission.clear()
         self._forget_callables()
 
     @property

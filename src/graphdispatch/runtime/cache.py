@@ -188,13 +188,6 @@ class GraphCache:
         with self._lock:
             return self._pop([Victim(self, one, reason, tag) for one in self if one is entry])
 
-    def take_all(self) -> list[CUDAGraphEntry]:
-        """Take out all entries, for the caller to release."""
-        with self._lock:
-            entries = list(self._entries)
-            self._entries.clear()
-            return entries
-
     def _pop(self, victims: list[Victim]) -> list[Victim]:
         for victim in victims:
             del self._entries[victim.entry]

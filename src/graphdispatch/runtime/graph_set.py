@@ -141,7 +141,7 @@ class GraphSet:
         self._has_fitted = True
         group, leaves = made
         group.is_of_constant = bool(alike) and route.note_constants(alike[0], values)
-        group.unlike = "" if group.is_of_constant else route.unlike_others(group, leaves)
+        group.unlike = "" if group.is_of_constant or route.is_single else route.unlike_others(group, leaves)
         self.give_way(group, spare=1)
         route.put_first(group)
         return group, leaves, group.signature.match(leaves)

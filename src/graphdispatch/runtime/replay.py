@@ -119,10 +119,7 @@ class ReplayPlan:
                 stage = "take"
                 result = take(values)
             except BaseException as error:
-                entry.fail(error, before, stage)
-                if stage == "run" and values is not None and entry.mutated:
-                    entry.copy_back(values, self.rows)
-                raise
+                self.failed(error, values, stage, before)
             else:
                 entry.increment_replay()
                 if values is not None and entry.mutated:
@@ -150,13 +147,12 @@ class ReplayPlan:
         with self._entry.backend.drawing():
             self._graph.replay()
 
-    def failed(self, error: BaseException, values: Sequence[Any], stage: ReplayStage) -> NoReturn:
-        """Raise what a replay in the core raises that stopped with ``error`` in ``stage``. Call it with the pool's lock
-        held."""
-        try:
-            raise error
-        except BaseException:
-            self._entry.fail(error, None, stage)
-            if stage == "run" and self._entry.mutated:
-                self._entry.copy_back(values, self.rows)
-            raise
+    def failed(
+        self, error: BaseException, values: Sequence[Any] | None, stage: ReplayStage, before: Any = None
+    ) -> NoReturn:
+        """Raise what a replay raises that stopped with ``error`` in ``stage``, where the random generator was
+        ``before``. Call it with the pool's lock held."""
+        self._entry.fail(error, before, stage)
+        if stage == "run" and values is not None and self._entry.mutated:
+            self._entry.copy_back(values, self.rows)
+        raise error
