@@ -1,20 +1,19 @@
 """Counters of what happened, bounded in memory, with a reason for each step that no graph served."""
 
-from collections import Counter, deque
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple
 
 from .copying import Unlocked, make_lock
-from .descriptors import BatchDescriptor
 from .modes import DispatchMode
 from .reasons import Reason
 from .showing import html_table, milliseconds
 from .sizes import cells_of
 
 _MOST_ROWS = 4096  # this many different numbers of rows get a counter of their own
-_MOST_EVICTIONS = 64  # this many are remembered one by one
+_MOST_CHANGES = 64  # this many different changes of state are counted
 
 
 class EvictionReason(StrEnum):
@@ -34,22 +33,6 @@ class EvictionReason(StrEnum):
     """``sleep()`` released all graphs."""
     DROPPED = "dropped"
     """Its owner no longer needed it."""
-
-
-class Eviction(NamedTuple):
-    """A graph that was evicted, as plain data that keeps no memory alive.
-
-    ``freed_bytes`` is the fall in the backend's figures when the graph was released; memory that it shared with other
-    graphs is not freed. ``tag`` is the argument of ``invalidate(tag)``, or what of the callable's state has changed.
-    """
-
-    key: Hashable
-    descriptor: BatchDescriptor
-    replays: int
-    capture_time_ms: float
-    freed_bytes: int
-    reason: EvictionReason
-    tag: str = ""
 
 
 _LEAST_RATIO, _MAY_LOSE = 1.05, 0.9
@@ -157,7 +140,6 @@ class CUDAGraphStats(HitCounts, _Counted):
         latest 4,096."""
         super().__init__(**dict.fromkeys(COUNTED_BY_HITS, 0))
         self.eviction_reasons: Counter[EvictionReason] = Counter()
-        self._last_evictions: deque[Eviction] = deque(maxlen=_MOST_EVICTIONS)
         self.reasons: Counter[Reason] = Counter()
         """Of each call that was no hit."""
         # Two counters, since hits and other calls are counted under different locks.
@@ -223,7 +205,7 @@ class CUDAGraphStats(HitCounts, _Counted):
             what: What changed, in words.
         """
         with self._lock:
-            if what in self.state_changes or len(self.state_changes) < _MOST_EVICTIONS:
+            if what in self.state_changes or len(self.state_changes) < _MOST_CHANGES:
                 self.state_changes[what] += 1
 
     def record_capture_failure(self) -> None:
@@ -231,23 +213,17 @@ class CUDAGraphStats(HitCounts, _Counted):
         with self._lock:
             self.capture_failures += 1
 
-    def record_eviction(self, eviction: Eviction) -> None:
+    def record_eviction(self, reason: EvictionReason, freed_bytes: int) -> None:
         """Count an evicted graph after its release.
 
         Args:
-            eviction: What was evicted, and why.
+            reason: Why it was evicted.
+            freed_bytes: The fall in the backend's figures; memory that it shared with other graphs is not freed.
         """
         with self._lock:
             self.evictions += 1
-            self.evicted_bytes += eviction.freed_bytes
-            self.eviction_reasons[eviction.reason] += 1
-            self._last_evictions.append(eviction)
-
-    @property
-    def last_evictions(self) -> tuple[Eviction, ...]:
-        """The latest 64 evictions, the oldest first."""
-        with self._lock:
-            return tuple(self._last_evictions)
+            self.evicted_bytes += freed_bytes
+            self.eviction_reasons[reason] += 1
 
     @property
     def calls(self) -> int:

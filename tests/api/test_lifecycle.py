@@ -73,7 +73,7 @@ def test_nothing_is_captured_asleep(served: Any) -> None:
         served.check_calls(SIZE)
     asleep = served.reasons[Reason.ASLEEP]
     assert (len(served.front._graph_cache), asleep, served.front.memory_report().total) == (0, 4, 0)
-    assert [gone.reason for gone in served.counts.last_evictions] == ["asleep"]
+    assert served.counts.eviction_reasons == {"asleep": 1}
     served.front.wake()
     settle(served)
 

@@ -96,8 +96,8 @@ def test_stale_graphs_serve_nobody_while_they_are_released() -> None:
     seen: list[int] = []
     record = step.stats.record_eviction
 
-    def call_in_between(eviction: Any) -> None:
-        record(eviction)
+    def call_in_between(*eviction: Any) -> None:
+        record(*eviction)
         check_rows(step, 2, 4)
         seen.append(1)
 

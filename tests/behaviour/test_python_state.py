@@ -317,7 +317,7 @@ def test_what_ended_a_graph_is_named() -> None:
     check(step, 4)
     what = "net: a torch.nn.modules.linear.Linear -> a torch.nn.modules.activation.ReLU"
     assert step.stats.state_changes == dict.fromkeys([*changes, what], 1)
-    assert {eviction.tag for eviction in step.stats.last_evictions} == {what}
+    assert set(step.stats.eviction_reasons) == {"stale"}
 
 
 def test_another_change_beside_an_equal_container_is_seen() -> None:

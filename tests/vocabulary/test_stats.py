@@ -46,7 +46,7 @@ def test_counters_as_data_and_as_a_line() -> None:
 
 
 def test_captures_evictions_and_failures_are_counted_separately() -> None:
-    """Work on the cache is no call; of the evictions the latest 64 are remembered."""
+    """Work on the cache is no call."""
     step = graphed(lambda x: x * (2 if len(x) > 1 else x.item()), dynamic={"x": 0}, sizes=(1, 4), options=QUICK)
     for number in range(70):
         step(torch.randn(4, 1))
@@ -56,8 +56,7 @@ def test_captures_evictions_and_failures_are_counted_separately() -> None:
     assert (stats.captures, stats.capture_failures, stats.evictions, stats.calls) == (70, 1, 70, 71)
     assert stats.capture_time_ms > 0
     assert stats.to_dict()["eviction_reasons"] == {"invalidated": 70}
-    assert [eviction.tag for eviction in stats.last_evictions] == list(map(str, range(6, 70)))
-    assert stats.evicted_bytes >= sum(eviction.freed_bytes for eviction in stats.last_evictions)
+    assert stats.evicted_bytes > 0
 
 
 def test_calls_are_counted_by_rows_in_bounded_memory() -> None:

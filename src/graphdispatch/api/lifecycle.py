@@ -1,5 +1,6 @@
 """What the front ends share: releasing their graphs, and their bookkeeping."""
 
+import logging
 from typing import TYPE_CHECKING
 
 from ..copying import MadeAnew
@@ -14,6 +15,9 @@ from ..stats import EvictionReason
 
 if TYPE_CHECKING:
     from ..report import GraphTable, Report
+
+
+_log = logging.getLogger("graphdispatch")
 
 
 class Lifecycle(MadeAnew):
@@ -37,21 +41,22 @@ class Lifecycle(MadeAnew):
         """The groups of all callables."""
         return [group for one in self._graph_sets for group in list(one.groups.values())]
 
-    def _rearm(self, reason: EvictionReason, tag: str = "") -> None:
+    def _rearm(self, reason: EvictionReason) -> None:
         for graphs in self._graph_sets:
-            graphs.rearm(reason, tag)
+            graphs.rearm(reason)
 
     def invalidate(self, tag: str = "") -> None:
         """Release all graphs, since what they captured changed in a way that no guard sees; calls capture anew.
 
         Args:
-            tag: What changed; it is kept with the statistics' ``last_evictions``.
+            tag: What changed, for the log.
 
         Raises:
             ConfigError: ``tag`` is no text.
         """
         check_type("tag", tag, str, "text that says what changed")
-        self._rearm(EvictionReason.INVALIDATED, tag)
+        _log.info("invalidated graphs: %s", tag)
+        self._rearm(EvictionReason.INVALIDATED)
 
     def sleep(self, tag: str = "") -> None:
         """Release graphs and buffers, and run calls eagerly until ``wake()``: while weights are unloaded or replaced.
@@ -59,7 +64,7 @@ class Lifecycle(MadeAnew):
         Waits for calls that a graph serves now. The pool's memory goes with its last graph.
 
         Args:
-            tag: Why; it is kept with the statistics' ``last_evictions``.
+            tag: Why, for the log.
 
         Raises:
             ConfigError: ``tag`` is no text.
@@ -67,7 +72,8 @@ class Lifecycle(MadeAnew):
         check_type("tag", tag, str, "text that says why")
         self._graph_cache.refuse_changes()
         self._graph_cache.is_asleep = True
-        self._rearm(EvictionReason.ASLEEP, tag)
+        _log.info("put graphs to sleep: %s", tag)
+        self._rearm(EvictionReason.ASLEEP)
 
     def wake(self) -> None:
         """End ``sleep()``: graphs are captured again as calls come. Harmless when awake."""

@@ -95,10 +95,10 @@ class CUDAGraphRegistry(Lifecycle):
     def _graph_sets(self) -> list[GraphSet]:
         return [one.server.graphs for one in self._callables]
 
-    def _rearm(self, reason: EvictionReason, tag: str = "") -> None:
-        super()._rearm(reason, tag)
+    def _rearm(self, reason: EvictionReason) -> None:
+        super()._rearm(reason)
         for entry in self._graph_cache:  # of callables that are remembered no more
-            for victim in self._graph_cache.retire(entry, reason, tag):
+            for victim in self._graph_cache.retire(entry, reason):
                 victim.release()
         if reason is EvictionReason.ASLEEP:
             self._forget_callables()

@@ -10,7 +10,7 @@ from ..config import CUDAGraphOptions
 from ..copying import make_lock
 from ..errors import IntegrityError, check_count
 from ..reasons import Reason
-from ..stats import CUDAGraphStats, Eviction, EvictionReason
+from ..stats import CUDAGraphStats, EvictionReason
 from .admission import Admission
 from .entry import CUDAGraphEntry
 from .memory import bytes_of
@@ -24,9 +24,8 @@ class Victim(NamedTuple):
     owner: "GraphCache"
     entry: CUDAGraphEntry
     reason: EvictionReason
-    tag: str = ""
 
-    def release(self) -> Eviction:
+    def release(self) -> None:
         """Release the entry, and tell the cache's ``stats`` and the log what that freed; waits for calls that use it.
 
         The freed bytes are the backend's figures before and after: of a pool that others use, nothing comes back.
@@ -36,12 +35,9 @@ class Victim(NamedTuple):
             before = entry.nbytes + entry.pool.nbytes
             entry.release()
             freed = before - entry.nbytes - entry.pool.nbytes
-        about = entry.key, entry.descriptor, entry.replay_count, entry.capture_time_ms
-        eviction = Eviction(*about, freed, self.reason, self.tag)
-        self.owner.stats.record_eviction(eviction)
+        self.owner.stats.record_eviction(self.reason, freed)
         fields = entry.descriptor.num_tokens, self.reason, entry.replay_count, freed
         _log.info("evicted tokens=%d cause=%s replays=%d freed_bytes=%d", *fields)
-        return eviction
 
 
 class GraphCache:
@@ -183,10 +179,10 @@ class GraphCache:
         with self._lock:
             self._entries.pop(entry, None)
 
-    def retire(self, entry: CUDAGraphEntry, reason: EvictionReason, tag: str = "") -> list[Victim]:
+    def retire(self, entry: CUDAGraphEntry, reason: EvictionReason) -> list[Victim]:
         """Take out an entry, if it is here, so that its release counts as an eviction."""
         with self._lock:
-            return self._pop([Victim(self, one, reason, tag) for one in self if one is entry])
+            return self._pop([Victim(self, one, reason) for one in self if one is entry])
 
     def _pop(self, victims: list[Victim]) -> list[Victim]:
         for victim in victims:

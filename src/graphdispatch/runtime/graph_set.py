@@ -449,7 +449,7 @@ class GraphSet:
         gone = {guard for guard in guards if guard.is_broken and (guard.has_moved() or not guard.within(self.guard))}
         for entry in self.entries() if gone else ():
             if entry.guard in gone:
-                self.release(self.cache.retire(entry, EvictionReason.STALE, self.latest_change))
+                self.release(self.cache.retire(entry, EvictionReason.STALE))
 
     def drop_released(self) -> None:
         """Forget the entries that another owner of the cache has released, and free the static inputs that only they
@@ -472,7 +472,7 @@ class GraphSet:
         """The entries that the set has captured, of all states."""
         return [entry for group in self.owned for entry in group.all_entries]
 
-    def rearm(self, reason: EvictionReason, tag: str = "") -> None:
+    def rearm(self, reason: EvictionReason) -> None:
         """Release all graphs, with the buffers that they shared; sizes are captured anew when they come again. Takes
         the lock, as do the two that follow."""
         self.cache.refuse_changes()
@@ -482,7 +482,7 @@ class GraphSet:
             for group in self.groups.values():
                 group.failures.clear()
                 group.hits.clear()
-            self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason, tag)])
+            self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason)])
             self._free_inputs()
             self._guards.clear()
             self._trim()
