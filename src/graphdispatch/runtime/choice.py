@@ -89,8 +89,7 @@ def _without_graph(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reas
     if reason is Reason.CAPTURED_NOW:
         reason, detail = _reason_to_wait(graphs, group, None, size) or (reason, detail)
     if reason is Reason.FIRST_SIGHTING and group.is_of_constant and not group.has_only_other_states(size):
-        detail, values = group.route.about_constants()
-        return (Reason.CONSTANT_CHANGES if values > graphs.max_groups else reason), detail
+        return (Reason.CONSTANT_CHANGES if len(graphs.owned) > graphs.max_groups else reason), group.unlike
     if reason in (Reason.FIRST_SIGHTING, Reason.CAPTURE_WAITS) and (about := _about_others(graphs, group, size)):
         by = "this one is captured when it comes again, or by prewarm()"
         detail = f"{detail}; {about}" if reason is Reason.CAPTURE_WAITS else f"{about}; {by}"
@@ -103,8 +102,6 @@ def _about_others(graphs: GraphSet, group: GraphGroup, size: int) -> str:
         return f"its graphs are of another state of the callable ({graphs.latest_change})"
     if group.entries:
         return ""
-    if group.is_of_constant:
-        return group.route.about_constants()[0]
     had_graphs = any(one.is_prewarmed or one.past_replays for one in group.route.groups)
     if had_graphs and graphs.latest_change and not graphs.entries():
         return f"its graphs are gone, since the callable changed ({graphs.latest_change})"

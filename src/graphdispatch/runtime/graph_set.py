@@ -140,8 +140,10 @@ class GraphSet:
             return made
         self._has_fitted = True
         group, leaves = made
-        group.is_of_constant = bool(alike) and route.note_constants(alike[0], values)
-        group.unlike = "" if group.is_of_constant or route.is_single else route.unlike_others(group, leaves)
+        group.unlike = alike[0].changed_constant(values) if alike else ""
+        group.is_of_constant = bool(group.unlike)
+        if not (group.is_of_constant or route.is_single):
+            group.unlike = route.unlike_others(group, leaves)
         self.give_way(group, spare=1)
         route.put_first(group)
         return group, leaves, group.signature.match(leaves)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from ..backends.base import Backend
 from ..descriptors import BatchDescriptor
 from ..reasons import Reason
-from ..showing import count
 from ..sizes import Extents
 from .admission import Failure, Quarantine
 from .budget import Work
@@ -30,11 +29,13 @@ MOST_ROUTES = 16384
 """A front end keeps so many routes by its own keys; when there are more, all are made anew."""
 _MOST_HITS = 8192
 _MOST_STATES = 8
-_MOST_CONSTANTS = 4096
 _ALL_LOOKED_AT, _ALL_UNMATCHED = 8, 40
 """So many calls in a row are looked at though each ran eagerly; and of those that fit no group."""
 _MOST_OF_OTHERS = _ALL_LOOKED_AT + 3
 """At most so many looks at other batches count for one, if they ran eagerly for the same reason."""
+_AGAINST_CONSTANTS = (
+    "needs a graph for each value: pass it as a tensor, or raise max_signatures if the values come again"
+)
 MOST_IN_A_ROW = 1024
 """So many calls run eagerly without a look, at most."""
 
@@ -68,18 +69,6 @@ class Route:
     first. Hits read it without a lock."""
     unmatched: "dict[tuple[Any, ...], StayEager]" = field(init=False, default_factory=dict)
     """The same for calls that fit no group again and again, or that need gradients."""
-    constants: dict[str, set[int]] = field(init=False, default_factory=dict)
-    """By argument, the hashes of the constants in which alone a new call has differed from the one before."""
-
-    def note_constants(self, group: "GraphGroup", values: Sequence[Any]) -> bool:
-        """Note in which constants a new call differs from those of a group; False if it differs in more than these."""
-        leaves = group.call.flatten(values)
-        changes = group.signature.changed_constants(leaves) if leaves is not None else {}
-        for position, pair in changes.items():
-            noted = self.constants.setdefault(group.call.leaves[position].path, set())
-            if len(noted) < _MOST_CONSTANTS:
-                noted.update(map(hash, pair))
-        return bool(changes)
 
     def unlike_others(self, group: "GraphGroup", leaves: Sequence[Any]) -> str:
         """In what a new call differs from those for which there are graphs, in words; empty if there are none."""
@@ -97,15 +86,6 @@ class Route:
         else:
             what = others[0].signature.difference(leaves)
         return f"there are graphs for other calls ({what})"
-
-    def about_constants(self) -> tuple[str, int]:
-        """Which argument had the most constants, in words, and how many there were."""
-        name, values = max(list(self.constants.items()), key=lambda one: len(one[1]))
-        text = (
-            f"argument {name!r} had at least {count(len(values))} values, and each needs a graph of its own; pass it "
-            "as a tensor, or raise max_signatures in the options if the values come again"
-        )
-        return text, len(values)
 
     def descriptor_of(self, size: int) -> BatchDescriptor:
         """What the graph of ``size`` serves."""
@@ -269,7 +249,7 @@ class GraphGroup:
     is_of_constant: bool = False
     """Whether its first call differed from the one before it in constants alone."""
     unlike: str = ""
-    """In what its first call differed from those for which there were graphs, in words."""
+    """In what its first call differed from those for which there were graphs, or in which constant, in words."""
     _: KW_ONLY
     backend: Backend
     is_prewarmed: bool = False
@@ -316,6 +296,12 @@ class GraphGroup:
     def num_replays(self) -> int:
         """Calls of all sizes that a graph served."""
         return self.past_replays + sum(entry.replay_count for entry in self.all_entries)
+
+    def changed_constant(self, values: Sequence[Any]) -> str:
+        """In which constant a call of its form differs from its own calls, in words; empty if it differs in more."""
+        leaves = self.call.flatten(values)
+        found = self.signature.changed_constant(leaves) if leaves is not None else ""
+        return f"{found}, which {_AGAINST_CONSTANTS}" if found else ""
 
     def decide(self, rows: int) -> Decision:
         """The decision for a call of ``rows`` rows that fits the signature."""

@@ -10,6 +10,7 @@ from .group import GraphGroup
 
 FIRST_CALLS = 1000
 """After so many calls the log says once if graphs serve fewer than half."""
+_OF_NEW_CALLS = (Reason.CONSTANT_CHANGES, Reason.FIRST_SIGHTING, Reason.CAPTURE_WAITS)
 FIRST_CAPTURES = 32
 """After so many captures it says once if half of the graphs are gone."""
 
@@ -68,12 +69,9 @@ def details_of(groups: Iterable[GraphGroup]) -> dict[Reason, list[str]]:
     found: dict[Reason, dict[str, str]] = {}
     for group in groups:
         said = [(failure.reason, failure.detail) for failure in list(group.failures.values())] + group.against_padding()
-        if group.route.constants:
-            about = group.route.about_constants()[0]
-            said += [(Reason.CONSTANT_CHANGES, about), (Reason.FIRST_SIGHTING, about)]
         if group.unlike and not group.entries:
-            about = f"{group.unlike}; prewarm() with such a call, too"
-            said += [(Reason.FIRST_SIGHTING, about), (Reason.CAPTURE_WAITS, about)]
+            about = group.unlike if group.is_of_constant else f"{group.unlike}; prewarm() with such a call, too"
+            said += [(reason, about) for reason in _OF_NEW_CALLS]
         for reason, detail in said:
             if detail and detail != reason.text:
                 found.setdefault(reason, {}).setdefault(without_numbers(detail), detail)

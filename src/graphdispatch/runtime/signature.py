@@ -268,15 +268,15 @@ class Signature:
             self.inputs = [spec.padded_with_copies() for spec in before]
         return self.inputs != before
 
-    def changed_constants(self, values: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
-        """By place, the constants in which a call differs, as they were and as they are; none if it differs in more."""
-        changes, like_these = {}, list(values)
+    def changed_constant(self, values: Sequence[Any]) -> str:
+        """Of the constants in which alone a call differs the first, in words; empty if it differs in more."""
+        found, like_these = "", list(values)
         for position, kind, exact, value in self._constants:
             given = values[position]
             if type(given) in CONSTANTS and exactly(given) != (kind, exact):
-                changes[position] = (kind, exact), exactly(given)
+                found = found or f"argument {self._names[position]!r} was {shown(value)}, and is {shown(given)}"
                 like_these[position] = value
-        return changes if changes and self.match(like_these) != NO_MATCH else {}
+        return found if self.match(like_these) != NO_MATCH else ""
 
     def misfit(self, values: Sequence[Any]) -> str:
         """Why a call does not match, as a sentence with a remedy."""
