@@ -139,6 +139,6 @@ def test_the_first_batch_in_parts_has_eager_s_answer_if_a_replay_fails(monkeypat
 
     with monkeypatch.context() as patched:
         for entry in step.entries:
-            patched.setattr(entry, "graph", SimpleNamespace(replay=fail))
+            patched.setattr(entry, "graph", SimpleNamespace(replay=fail, runs_code=False))
             entry._plans.clear()
         assert check(step, 20) == [Reason.REPLAY_FAILED]
