@@ -201,5 +201,5 @@ def test_a_call_that_looks_at_the_guard_while_graphs_are_put_to_sleep_is_served(
 
     guard.holds = holds
     graphs._guards = {True: guard}
-    assert graphs.guard_by_names is guard
+    assert graphs.present_guard(by_names=True) is guard
     assert torch.equal(step(torch.ones(3)), torch.full((3,), 2.0))

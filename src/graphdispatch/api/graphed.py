@@ -449,7 +449,7 @@ class GraphedStep(Graphed[P, R]):
         with self._turn, torch.no_grad():
             is_new = False
             if self._reached is None or self._reached is not graphs._guards.get(False):
-                self._reached, found = graphs.guard, graphs.guard_by_names
+                self._reached, found = graphs.present_guard(), graphs.present_guard(by_names=True)
                 self._is_parallel = any(map(_is_parallel, found.modules))
                 is_new = gradients.take(found.tensors)
             if (gradients.begin() or is_new) and graphs.entries():

@@ -343,7 +343,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
         latest = self._callables[-1:]
         groups = [group for one in latest for group in one.groups_of(size, seq_len)]
         if not groups:
-            return self._graph_cache.admission.capture_after == 1 and not self._graph_cache.is_full
+            return self._graph_cache.admission.capture_after == 1 and self._graph_cache.has_room(0)
         server = latest[0].server
         with server.lock:
             return all(g.current(size) is None for g in groups) and any(

@@ -81,19 +81,15 @@ class StandIns:
                 setattr(owner, name, original)
 
 
-def _tell(name: str, listeners: list[Any], of: Any) -> None:
-    """Tell of a read that code outside of this library makes, outside of an operator's kernel, and of what it reads."""
-    is_in_kernel = torch._C._is_torch_function_all_disabled()
-    if not is_in_kernel and not is_own_code(sys._getframe(2).f_code.co_filename):
-        for on_read in reversed(listeners):
-            on_read(name, of)
-
-
 def _tell_of_read(name: str, original: Any, listeners: Callable[[], list[Any]]) -> Any:
     @functools.wraps(original)
     def read(*args: Any, **kwargs: Any) -> Any:
         if (here := listeners()) and (what := _read_by(name, args, kwargs)):
-            _tell(what, here, next(iter((*args, *kwargs.values())), None))
+            # A read by code outside of this library, and outside of an operator's kernel.
+            is_in_kernel = torch._C._is_torch_function_all_disabled()
+            if not is_in_kernel and not is_own_code(sys._getframe(1).f_code.co_filename):
+                for on_read in reversed(here):
+                    on_read(what, next(iter((*args, *kwargs.values())), None))
         return original(*args, **kwargs)
 
     return read

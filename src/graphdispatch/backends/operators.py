@@ -265,7 +265,7 @@ def forbidden(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], ten
     A CUDA stream refuses these calls during a capture: reading a value back to the host, results whose shape depends
     on data, and copies between devices.
     """
-    name, why = _always_forbidden(func)
+    name, why = func._schema.name, _why_forbidden(func)
     if name in _INDEXING:
         return _masked_index(func, args)
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
@@ -285,12 +285,8 @@ _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "at
 
 
 @per_operator
-def _always_forbidden(func: OpOverload) -> tuple[str, str | None]:
-    """The operator's name, and why no graph can hold any call of it, or None."""
-    return func._schema.name, _why_forbidden(func)
-
-
 def _why_forbidden(func: OpOverload) -> str | None:
+    """Why no graph can hold any call of the operator, or None."""
     if func is _aten._linalg_check_errors.default:
         return "reads an error code back to the host (linalg); use the *_ex variant"
     if func is _aten._local_scalar_dense.default:

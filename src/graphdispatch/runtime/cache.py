@@ -134,13 +134,8 @@ class GraphCache:
         """What becomes of a call whose size has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Changes nothing."""
         since = self.admission.since(size)
         if since is None:
-            return Reason.CAPTURED_NOW if self.fills_at_once and not self.is_full else Reason.FIRST_SIGHTING
+            return Reason.CAPTURED_NOW if self.fills_at_once and self.has_room(0) else Reason.FIRST_SIGHTING
         return Reason.CAPTURED_NOW if self.has_room(since) else Reason.CACHE_FULL
-
-    @property
-    def is_full(self) -> bool:
-        """Whether one more entry would displace another."""
-        return not self.has_room(0)
 
     def make_room(self, since: int | None = None) -> list[Victim]:
         """Take out what must go before one more entry is captured, of those whose last use was before ``since``;

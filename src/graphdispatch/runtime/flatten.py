@@ -230,11 +230,6 @@ class FlatCall:
         inverse = spec.order if spec.order is not None else range(len(values))
         self._places = [place for _, place in sorted(zip(inverse, range(len(values)), strict=True))]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The arguments, in the order of the values."""
-        return self.spec.names
-
     def flatten(self, values: Sequence[Any]) -> list[Any] | None:
         """The leaves of a call, or None if its structure is another one."""
         if self.is_flat:

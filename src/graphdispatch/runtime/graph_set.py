@@ -90,18 +90,13 @@ class GraphSet:
         judged = ((group.gain, group.all_entries) for group in self.groups.values() if group.gain is not None)
         return sum(gain.saved_s(entries, fill) for gain, entries in judged)
 
-    @property
-    def guard(self) -> Guard:
-        """Which modules and tensors the callable reaches now, whatever it reads of them. Needs no lock."""
-        return self._present_guard(by_names=False)
+    def present_guard(self, *, by_names: bool = False) -> Guard:
+        """Which modules and tensors the callable reaches now, whatever it reads of them. Needs no lock.
 
-    @property
-    def guard_by_names(self) -> Guard:
-        """The same, with what the names in its code lead to through modules and classes. That takes longer to find, and
-        counts where something may train. Needs no lock."""
-        return self._present_guard(by_names=True)
-
-    def _present_guard(self, *, by_names: bool) -> Guard:
+        Args:
+            by_names: Also what the names in its code lead to through modules and classes. That takes longer to find,
+                and counts where something may train.
+        """
         guard = self._guards.get(by_names)  # which another thread's sleep() may forget meanwhile
         if guard is None or not guard.holds():
             guard = self._guards[by_names] = self.capturer.reach(self.fn, by_names=by_names)
@@ -126,7 +121,7 @@ class GraphSet:
             spec = alike[0].call.spec
         else:
             spec = CallSpec(self.fn if captured is None else captured.fn, len(args), tuple(kwargs))
-        if (captured is not None and spec.names != captured.names) or (route.is_single and route.forms):
+        if (captured is not None and spec.names != captured.spec.names) or (route.is_single and route.forms):
             return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
         place = route.key if route.is_single else (route.key, next(self._numbers))
         values = spec.values(args, kwargs)
@@ -213,8 +208,8 @@ class GraphSet:
 
     def _learn_signature(self, route: Route, call: FlatCall, leaves: list[Any]) -> Signature | Refusal:
         """The signature of a call, by the rules of its route; chooses the backend if there is none yet."""
-        rules = route.rules or ArgumentRules({}, {}, frozenset(call.names), self.options.validate_addresses)
-        device = device_of(call.leaves, leaves, rules, lambda: self.guard.placed)
+        rules = route.rules or ArgumentRules({}, {}, frozenset(call.spec.names), self.options.validate_addresses)
+        device = device_of(call.leaves, leaves, rules, lambda: self.present_guard().placed)
         if device is None:
             return no_tensors(call.leaves, leaves)
         cache = self.cache
@@ -448,7 +443,11 @@ class GraphSet:
             elif guard.is_broken and guard in present:
                 self.latest_change = guard.change()
                 self.stats.record_state_change(self.latest_change)
-        gone = {guard for guard in guards if guard.is_broken and (guard.has_moved() or not guard.within(self.guard))}
+        gone = {
+            guard
+            for guard in guards
+            if guard.is_broken and (guard.has_moved() or not guard.within(self.present_guard()))
+        }
         for entry in self.entries() if gone else ():
             if entry.guard in gone:
                 self.release(self.cache.retire(entry, EvictionReason.STALE))
@@ -535,7 +534,7 @@ class GraphSet:
             options=self.options,
             peers=peers,
             guards=[one.guard for one in self.entries() if one.guard is not None],
-            tensors=self.guard.placed,
+            tensors=self.present_guard().placed,
             follows_rows=group.has_several_batches(size),
             clock=self.clock or backend.clock,
             ranks=self.ranks,

@@ -438,7 +438,7 @@ class Server:
         named = zip(spec.names, spec.values(args, kwargs), strict=True)
         if wanting := [name for name, value in named if any(map(wants_gradient, leaves_of([value])))]:
             what, remedy = f"argument {wanting[0]!r} requires one", "detach() it, or use torch.no_grad()"
-        elif module := next(filter(_trains, self.graphs.guard_by_names.modules), None):
+        elif module := next(filter(_trains, self.graphs.present_guard(by_names=True).modules), None):
             what, remedy = f"{_name_within(self.fn, module)} is in training mode", "call eval(), or use torch.no_grad()"
         else:
             what, remedy = "a tensor that it reads beside its modules requires one", "use torch.no_grad()"
@@ -446,7 +446,7 @@ class Server:
 
     def may_need_gradients(self, leaves: Sequence[Any], guard: Guard | None) -> bool:
         """Whether a call with these values may have to be differentiated, by a guard that holds (None: a new one)."""
-        return any(map(wants_gradient, leaves)) or (guard or self.graphs.guard_by_names).trainable
+        return any(map(wants_gradient, leaves)) or (guard or self.graphs.present_guard(by_names=True)).trainable
 
     def closed(self, route: Route) -> Reason | None:
         """Why no graph may replay on the calling thread now, whatever the call; or None.
@@ -524,7 +524,7 @@ class Server:
             raise FallbackError(decision.explain(), reason) from cause
 
     def _reach(self) -> set[int]:
-        return storages_of(self.graphs.guard.placed)
+        return storages_of(self.graphs.present_guard().placed)
 
 
 class _WithoutGradients(torch.no_grad):

@@ -55,17 +55,13 @@ class StaticInputs:
         """Rows from here on hold padding already, in one layout."""
         self._held: tuple[int, int] | None = None
         """The batch and the size that the buffers hold, padding included, in any other layout."""
-        self._flat: list[torch.Tensor] = []
-
-    @property
-    def buffers(self) -> Sequence[torch.Tensor]:
+        self.buffers: list[torch.Tensor] = []
         """The memory of all arguments, as far as it was allocated."""
-        return self._flat
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(flat.nbytes for flat in self._flat)
+        return sum(flat.nbytes for flat in self.buffers)
 
     def cells(self, rows: int) -> int:
         """What statistics count for a batch: its rows, or the product of its extents."""
@@ -92,13 +88,13 @@ class StaticInputs:
         """
         if size not in self._views:
             with torch.inference_mode(False), torch.no_grad():
-                self._flat = self._flat or [
+                self.buffers = self.buffers or [
                     s.like(torch.zeros(prod(s.sized(self.capacity)), dtype=s.dtype, device=s.device))
                     for s in self.specs
                 ]
                 self._views[size] = tuple(
                     _ordered_view(flat, spec.sized(size), spec.order)
-                    for flat, spec in zip(self._flat, self.specs, strict=True)
+                    for flat, spec in zip(self.buffers, self.specs, strict=True)
                 )
         return self._views[size]
 
