@@ -88,7 +88,7 @@ def searchsorted(c: Call) -> list[Label]:
 RULES: dict[Rule, str] = {
     pointwise: "where masked_fill rsub polar complex hardswish copy",
     keep: "clone _to_copy lift_fresh lift_fresh_copy alias detach _conj _neg_view to",
-    TextRule("... -> ..., ..."): """fill zero bucketize fake_quantize_per_tensor_affine_cachemask _prelu_kernel
+    TextRule("... -> ..., ..."): """fill zero bucketize isin fake_quantize_per_tensor_affine_cachemask _prelu_kernel
         quantize_per_tensor dequantize native_dropout""",
     reduction: """sum mean prod amax amin min any all norm linalg_vector_norm var std var_mean std_mean logsumexp nansum
         count_nonzero median nanmedian mode kthvalue aminmax argmin""",
