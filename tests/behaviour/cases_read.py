@@ -650,7 +650,37 @@ def matched(point: Any) -> int:
             return found
 
 
+def matched_by_class(point: Any) -> int:
+    """What its class names first, by a pattern."""
+    kind = type(point)
+    match point:
+        case kind(found):
+            return found
+
+
+class Answer:
+    """It answers with a number, whatever it is asked for."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def __call__(self, *_: Any) -> int:
+        return self.k
+
+
 read("class pattern")(lambda: Point(2), matched, put(number=5))
+read("fields of a class pattern")(
+    lambda: own_class(__match_args__=("a", "b"), a=2, b=5)(),
+    matched_by_class,
+    put("__class__", __match_args__=("b", "a")),
+)
+for name in ("__len__", "__getitem__", "__call__", "__index__"):
+    of_class = lambda name=name: own_class(**{name: Answer(2)})()  # noqa: E731
+    read(f"object that is {name}")(of_class, SPECIAL[name], lambda h, name=name: to(vars(type(h))[name], k=5))
+    read(f"object that is {name}, replaced")(of_class, SPECIAL[name], put("__class__", **{name: Answer(5)}))
+read("compiled __len__, replaced")(
+    lambda: own_class(list, __len__=list.__len__)([2, 3]), len, put("__class__", __len__=lambda _: 5)
+)
 # Functions and classes.
 
 
@@ -1073,6 +1103,7 @@ of_tensor("storage")(
 of_tensor("requires_grad")(lambda: ones(3), lambda w: 2 if w.requires_grad else 5, lambda w: w.requires_grad_(True))
 of_tensor("transposed")(matrix, form, assign(torch.t))
 of_tensor("cut")(matrix, form, assign(lambda w: w[:2]))
+of_tensor("class")(lambda: ones(3), lambda w: 2 if isinstance(w, nn.Parameter) else 5, put(__class__=nn.Parameter))
 of_tensor("attribute")(lambda: ones(3), lambda w: getattr(w, "k", 2), put(k=5))
 run("weight_reshaped_in_place", row=True)(lambda: torch.rand(2, 3), lambda w, x: x * form(w), lambda w: w.resize_(3, 2))
 read("unused_tensor_resized", row=True)(lambda: zeros(2), lambda w: w.numel(), lambda w: w.resize_(5))

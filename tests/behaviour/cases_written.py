@@ -5,6 +5,7 @@ import asyncio
 import contextvars
 import ctypes
 import decimal
+import functools
 import hashlib
 import hmac
 import importlib
@@ -327,6 +328,12 @@ write("default factory")(lambda: defaultdict(int), lambda o, _: next_factory(o),
 write("partial", reason=Reason.STATE_UNSEEN)(
     lambda: partial(int, 0), lambda o, _: o.__setstate__((int, (o.args[0] + 1,), {}, None)), "args"
 )
+write("deque by a partial")(
+    lambda: (one := deque([9]), partial(one.append, 1)), lambda o, _: o[1](), lambda o: list(o[0])
+)
+write("hook of a tensor", reason=Reason.STATE_UNSEEN)(
+    lambda: nn.Parameter(torch.ones(3)), lambda o, _: o.register_hook(abs), lambda o: len(o._backward_hooks or ())
+)
 write("name of a function")(
     lambda: copy_of(function), lambda o, _: setattr(o, "__name__", f"{o.__name__}x"), "__name__"
 )
@@ -620,6 +627,7 @@ unseen("event_read", threading.Event, lambda o: 1 + o.is_set(), row=True)
 unseen("event_read: shared value", lambda: multiprocessing.Value("i", 2), lambda o: o.value)
 unseen("event_read: decimal context", lambda: decimal.Context(prec=5), lambda o: o.prec)
 unseen("thread_local_read", lambda: type("Local", (threading.local,), {"k": 2.0})(), lambda o: o.k, row=True)
+unseen("calls that a cache counts", lambda: functools.cache(abs), lambda o: 2 + (o.cache_info().hits > 99))
 unseen("attribute of a condition", threading.Condition, lambda o: getattr(o, "k", 2.0))
 unseen("attribute of a thread that is read", Worker, lambda o: o.k)
 unseen("attribute of a class of threads", Worker, lambda o: o.kind)

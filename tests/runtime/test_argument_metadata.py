@@ -4,6 +4,8 @@ A graph reads its own buffers, of which all this is always the same.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +68,39 @@ def test_calls_that_differ_beside_their_values(name: str, is_first: bool) -> Non
     for number in range(24):
         is_other = number % 3 == 0 and number >= 6
         check_calls(served, (OTHERS[kind] if is_other is is_first else plain)(1 + number % 8))
+
+
+def test_gaps_that_differ() -> None:
+    """How far the rows of an argument lie apart counts where the code reads it."""
+    near, far = (partial(lambda width, rows: torch.randn(rows, width)[:, :4], width) for width in (5, 9))
+    served = graphed(lambda x: x * 2 if x.stride(0) > 5 else x + 1, dynamic={"x": 0}, sizes=[4, 8], options=AT_ONCE)
+    for number in range(24):
+        check_calls(served, (far if number % 3 == 0 and number >= 6 else near)(1 + number % 8))
+    assert served.stats.hits
+
+
+class Counts:
+    """What a call adds to: a tensor, or a number."""
+
+    def __init__(self, total: Any) -> None:
+        self.total = total
+
+    def behind(self, x: Tensor) -> Tensor:
+        """It counts what lies behind the beginning of its memory."""
+        if x.storage_offset():
+            self.total += 1
+        return x * 2
+
+
+@pytest.mark.parametrize("make_total", [lambda: torch.zeros(()), lambda: 0])
+def test_what_only_a_call_that_differs_does(make_total: Callable[[], Any]) -> None:
+    """No run of another call speaks for it: it is traced and watched, and each call counts once."""
+    counts, eager = Counts(make_total()), Counts(make_total())
+    served = make(counts.behind, sizes=(4,))
+    for kind in [plain, plain, plain, *[OTHERS["behind the beginning"], plain] * 4]:
+        check_calls(served, kind(4), fn=eager.behind)
+    assert served.stats.hits
+    assert counts.total == eager.total == 4
 
 
 class Compares(nn.Module):

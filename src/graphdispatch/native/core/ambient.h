@@ -52,7 +52,7 @@ class Look {
 
   // Take the look of a plain tensor, if it can be read.
   void take(PyObject* tensor) {
-    is_taken_ = is_plain_host(tensor) && imprint_of(handle_of(tensor), false, form_).impl;
+    is_taken_ = is_plain_host(tensor) && imprint_of(tensor, false, form_).impl;
   }
 
  private:

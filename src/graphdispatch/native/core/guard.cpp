@@ -173,6 +173,7 @@ bool tensor_matches(const TensorPlace& place, const int64_t* expected) {
   void *handle = handle_of(place.tensor), *data = nullptr;
   int64_t dim = -1, *shape = nullptr, *strides = nullptr;
   int32_t dtype = -1;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(place.tensor)) != place.kind) return false;
   if (place.is_used && (shim.data_ptr(handle, &data) || data != place.data)) return false;
   if (shim.dim(handle, &dim) || dim != place.dim || shim.dtype(handle, &dtype) || dtype != place.dtype) return false;
   if (keys_of(place.tensor) != place.keys) return false;
@@ -186,7 +187,7 @@ void take_imprint(Parts& parts, size_t i) {
   constexpr size_t kLooked = 256;
   Imprint& imprint = parts.imprints[i];
   Form found{};
-  imprint = imprint_of(imprint.handle, parts.tensors[i].is_used, found);
+  imprint = imprint_of(parts.tensors[i].tensor, parts.tensors[i].is_used, found);
   size_t place = i > kLooked ? i - kLooked : 0;
   while (place < i && std::memcmp(&parts.forms[place], &found, sizeof found) != 0) ++place;
   parts.forms[place] = found;

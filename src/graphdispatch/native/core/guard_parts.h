@@ -54,7 +54,7 @@ struct Home {
 };
 
 struct TensorPlace {
-  PyObject* tensor;
+  PyObject *tensor, *kind;  // and its class
   bool is_used;  // else its address does not count
   bool is_loose;  // whether it belongs to no module, so that none says whether it trains
   int32_t dtype;

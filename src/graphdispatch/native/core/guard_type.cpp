@@ -36,7 +36,7 @@ int each_reference(Guard* self, Visit visit) {
   for (PyObject*& slot : self->parts.slots) one(slot);
   for (Sequence& entry : self->parts.sequences) one(entry.container);
   for (Reader& entry : self->parts.readers) one(entry.subject), one(entry.expected);
-  for (TensorPlace& entry : self->parts.tensors) one(entry.tensor);
+  for (TensorPlace& entry : self->parts.tensors) one(entry.tensor), one(entry.kind);
   for (PyObject*& table : self->parts.hooks) one(table);
   for (Home& entry : self->parts.homes) one(entry.object), one(entry.dict);
   for (Pair& entry : self->parts.types) one(entry.subject), one(entry.expected);
@@ -185,10 +185,11 @@ bool add_extents(Guard* self, PyObject* numbers) {
 }
 
 bool add_tensor(Guard* self, PyObject* item) {
-  PyObject *tensor, *address, *shape, *strides;
+  PyObject *tensor, *kind, *address, *shape, *strides;
   TensorPlace place{};
   int is_loose = 0;
-  if (!PyArg_ParseTuple(item, "OOpO!O!", &tensor, &address, &is_loose, &PyTuple_Type, &shape, &PyTuple_Type, &strides)) {
+  if (!PyArg_ParseTuple(item, "OOOpO!O!", &tensor, &kind, &address, &is_loose, &PyTuple_Type, &shape, &PyTuple_Type,
+                        &strides)) {
     return false;
   }
   place.is_loose = is_loose;
@@ -208,9 +209,9 @@ bool add_tensor(Guard* self, PyObject* item) {
   }
   shim.dtype(handle_of(tensor), &place.dtype);
   place.keys = keys_of(tensor);
-  place.tensor = Py_NewRef(tensor);
+  place.tensor = Py_NewRef(tensor), place.kind = Py_NewRef(kind);
   self->parts.tensors.push_back(place);
-  self->parts.imprints.push_back({handle_of(tensor), nullptr, nullptr, {}, nullptr});
+  self->parts.imprints.push_back({handle_of(tensor), nullptr, nullptr, nullptr, {}, nullptr});
   self->parts.forms.emplace_back();
   return true;
 }

@@ -68,7 +68,7 @@ bool OutputCopies::learn(PyObject* tensor) {
   int64_t numel = 0;
   int32_t dtype = 0;
   if (shim.data_ptr(handle, &data) || shim.numel(handle, &numel) || shim.dtype(handle, &dtype)) return false;
-  source_ = imprint_of(handle, true, form_);
+  source_ = imprint_of(tensor, true, form_);
   from_ = data;
   nbytes_ = static_cast<size_t>(numel) * shim.element_size(dtype);
   is_inference_ = shim.inference_mode();

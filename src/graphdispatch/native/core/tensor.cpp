@@ -6,7 +6,6 @@ namespace gd {
 
 Shim shim;
 Layout layout{};
-Py_ssize_t tensor_offset = 0;
 PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
 
@@ -168,9 +167,10 @@ bool find_layout(PyObject* samples) {
 
 }  // namespace
 
-Imprint imprint_of(void* handle, bool counts, Form& form) {
+Imprint imprint_of(PyObject* tensor, bool counts, Form& form) {
   Imprint imprint{};
-  imprint.handle = handle;
+  void* const handle = imprint.handle = handle_of(tensor);
+  imprint.kind = Py_TYPE(tensor);
   const char* impl = *static_cast<const char**>(handle);
   int64_t* sizes = nullptr;
   if (shim.sizes(handle, &sizes)) return imprint;
@@ -194,8 +194,8 @@ bool find_torch(const char* library, const char* bindings, PyObject* tensor_clas
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(samples); ++i) {
     PyObject* tensor = PyTuple_GET_ITEM(samples, i);
     const Py_ssize_t offset = find_offset(tensor);
-    if (i == 0) tensor_offset = offset;
-    if (!offset || offset != tensor_offset || !agrees(tensor)) return false;
+    if (i == 0) layout.tensor = offset;
+    if (!offset || offset != layout.tensor || !agrees(tensor)) return false;
   }
   return find_layout(samples);
 }

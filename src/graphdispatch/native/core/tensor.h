@@ -42,8 +42,16 @@ struct Shim {
   PyObject* (*wrap)(const void*);      // THPVariable_Wrap
 };
 
+// Where torch keeps things, in bytes: found and tested on live tensors.
+struct Layout {
+  Py_ssize_t tensor;   // inside a PyObject: the at::Tensor
+  Py_ssize_t extents;  // inside a TensorImpl: the number of dimensions, and behind it shape, strides, offset and dtype
+  Py_ssize_t storage;  // inside a TensorImpl: the pointer to its storage
+  Py_ssize_t data;     // inside a storage: its address, and behind it how it is freed
+};
+
+extern Layout layout;
 extern Shim shim;
-extern Py_ssize_t tensor_offset;      // of the at::Tensor inside the PyObject
 extern PyTypeObject* tensor_type;     // torch.Tensor
 extern PyTypeObject* parameter_type;  // torch.nn.Parameter
 
@@ -53,7 +61,7 @@ inline bool is_plain_tensor(PyObject* object) {
 }
 
 // What the shim takes for a tensor; valid as long as the object.
-inline void* handle_of(PyObject* tensor) { return reinterpret_cast<char*>(tensor) + tensor_offset; }
+inline void* handle_of(PyObject* tensor) { return reinterpret_cast<char*>(tensor) + layout.tensor; }
 
 // The TensorImpl behind a tensor: another one after ``tensor.data = other`` on some paths, the same after set_().
 inline void* impl_of(PyObject* tensor) { return *reinterpret_cast<void**>(handle_of(tensor)); }
@@ -67,15 +75,6 @@ inline int64_t kind_of(void* handle) {
   return int64_t(dtype) | int64_t(type) << 16 | int64_t(uint8_t(index)) << 32;
 }
 
-// Where torch keeps things, in bytes: found and tested on live tensors.
-struct Layout {
-  Py_ssize_t extents;  // inside a TensorImpl: the number of dimensions, and behind it shape, strides, offset and dtype
-  Py_ssize_t storage;  // inside a TensorImpl: the pointer to its storage
-  Py_ssize_t data;     // inside a storage: its address, and behind it how it is freed
-};
-
-extern Layout layout;
-
 // Words of a TensorImpl from the number of dimensions on, dtype and device among them; its dispatch keys come last.
 constexpr int kExtents = 15;
 
@@ -84,9 +83,10 @@ struct alignas(16) Form {
   uint64_t words[kExtents];
 };
 
-// The memory that tells a tensor's address, dtype, shape, strides and keys: while it is as it was, they are.
+// The memory that tells a tensor's class, address, dtype, shape, strides and keys: while it is as it was, they are.
 struct Imprint {
   void* handle;
+  PyTypeObject* kind;      // its class
   const char* impl;        // null: this tensor keeps them elsewhere
   const char* storage;     // null: its address does not count
   uint64_t data[2];        // the address, and how it is freed: that tells of memory that moves when it is written
@@ -94,7 +94,7 @@ struct Imprint {
 };
 
 // The imprint of a tensor whose address counts, or does not; it refers to ``form``, which it fills.
-Imprint imprint_of(void* handle, bool counts, Form& form);
+Imprint imprint_of(PyObject* tensor, bool counts, Form& form);
 
 // Whether the words at an address are those of a form.
 inline bool has_words(const char* memory, const Form& form) {
@@ -114,6 +114,7 @@ inline bool has_words(const char* memory, const Form& form) {
 // Whether a tensor is as its imprint says. False tells nothing. ``at`` is the layout.
 inline bool is_as(const Imprint& imprint, const Layout& at) {
   const char* impl = *static_cast<const char**>(imprint.handle);
+  if (Py_TYPE(static_cast<char*>(imprint.handle) - at.tensor) != imprint.kind) return false;
   if (impl != imprint.impl || !has_words(impl + at.extents, *imprint.form)) return false;
   if (!imprint.storage) return true;
   const char* storage = *reinterpret_cast<const char* const*>(impl + at.storage);

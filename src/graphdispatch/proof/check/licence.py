@@ -22,7 +22,7 @@ from ...runtime.protocols import MOST_ALIKE, Licence, PerCall
 from ...sizes import Axis, lengths_of
 from ..state.guards import StateGuard
 from ..state.objects import is_compiler_note
-from ..state.reads import IDENTITY, TENSOR_READERS
+from ..state.reads import ARGUMENT_READERS, IDENTITY
 from ..watch.operator_trace import OperatorTrace
 
 
@@ -140,7 +140,7 @@ class ArgumentMetadata:
 
     def __init__(self, names: Sequence[str], values: Sequence[Any], state: Sequence[torch.Tensor]) -> None:
         self.names = names
-        self._readers = [TENSOR_READERS[name] for name in names if name != IDENTITY]
+        self._readers = [ARGUMENT_READERS[name] for name in names if name != IDENTITY]
         self._positions = [place for place, value in enumerate(values) if is_tensor(value)]
         self._state = {id(tensor): (tensor, -1 - place) for place, tensor in enumerate(state)}
         self._compared: list[list[Any]] = []
@@ -180,7 +180,7 @@ class ArgumentMetadata:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is int and type(b) is int and a == b)
+    return a is b or (type(a) is type(b) and type(a) in (int, tuple) and bool(a == b))
 
 
 _UNPROVEN = Reason.PADDING_UNPROVEN, ""

@@ -164,7 +164,7 @@ def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> LikeGraph | 
         proof, is_plain = shown.proof, one.mode is CUDAGraphMode.FULL and not shown.operators.has_regions
         if not is_plain or proof.is_doubted or one.outputs.objects is not None:
             continue
-        if one.state is EntryState.FAILED:
+        if one.state is EntryState.FAILED or shown.misfit(request.values):
             continue
         is_shown = request.rows == one.size or (
             proof.speaks_for(request.rows, request.size) and proof.speaks_for(request.size, request.size)

@@ -40,7 +40,7 @@ _GONE = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 _training = attrgetter("training")
 _table = attrgetter("__dict__")
 _FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (
-    *(torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype")),
+    *(type, torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype")),
     *(torch.Tensor.is_conj, torch.Tensor.is_neg),
 )
 _requires_grad = attrgetter("requires_grad")
@@ -325,6 +325,7 @@ def compile_guard(guard: StateGuard) -> Any:
         return None
     addresses = chain(guard._addresses, repeat(None))  # of a tensor that no run used, the extent alone counts
     *groups, read, types_held, homes = guard._held
+    kinds, *extents = guard._forms[:3]
     try:
         tables = _tables(guard, groups)
         contents, sequences = _contents(guard._watched, groups[len(guard._named) :])
@@ -339,7 +340,7 @@ def compile_guard(guard: StateGuard) -> Any:
             types=tuple(zip(guard._objects, types_held, strict=True)),
             readers=tuple(reader.expecting(held) for reader, held in zip(guard._readers, read, strict=True)),
             homes=tuple((value, _raw(held)) for value, held in zip(guard._homes, homes, strict=True)),
-            tensors=tuple(zip(guard.tensors, addresses, guard._loose, *guard._forms[:2], strict=False)),
+            tensors=tuple(zip(guard.tensors, kinds, addresses, guard._loose, *extents, strict=False)),
             hooks=tuple(guard._hooks),
         )
         # The core reads dtypes and what is lazy, which have no names there.

@@ -115,7 +115,7 @@ names that stand in no code. Arrays of NumPy's own two classes are compared; tho
 
 DESCRIBES = frozenset(
     (
-        *("__annotations__", "__match_args__", "__orig_bases__", "__parameters__", "__type_params__", "__signature__"),
+        *("__annotations__", "__orig_bases__", "__parameters__", "__type_params__", "__signature__"),
         *("__dataclass_fields__", "__dataclass_params__"),
     )
 )

@@ -142,6 +142,8 @@ TENSOR_READERS: dict[str, Callable[[Any], Any]] = {
     "_version": _version,
 }
 """Metadata of a tensor by attribute name, with how to read it without warnings or copies."""
+ARGUMENT_READERS: dict[str, Callable[[Any], Any]] = {**TENSOR_READERS, "stride": torch.Tensor.stride}
+"""The same of an argument; strides where it leaves gaps in memory: else they follow from what each call compares."""
 
 
 def _tensor_readers(tensor: torch.Tensor, names: Collection[str]) -> list[Reader]:
@@ -184,9 +186,9 @@ _KEYS_BY_IDENTITY = (torch.Tensor.__hash__.__code__, torch.utils.weak.WeakIdRef.
 """What runs where a tensor is a key."""
 
 
-def metadata_names(codes: Collection[types.CodeType], *, compares: bool) -> list[str]:
-    """What of ``TENSOR_READERS`` all this code of the user reads, of whatever tensors; and ``IDENTITY`` where any code
-    compares objects, or it ``compares`` them in a way that stands in no code."""
+def metadata_names(codes: Collection[types.CodeType], *, compares: bool, has_gaps: bool) -> list[str]:
+    """What of ``ARGUMENT_READERS`` all this code of the user reads, of whatever tensors, of which one ``has_gaps``; and
+    ``IDENTITY`` where any code compares objects, or it ``compares`` them in a way that stands in no code."""
     others = [c for c in codes if not (is_own_code(c.co_filename) or c.co_filename.endswith(_AROUND_MODES))]
     theirs = [code for code in others if not is_library_code(code.co_filename)]
     # Torch's attention compares the query with the key.
@@ -198,7 +200,8 @@ def metadata_names(codes: Collection[types.CodeType], *, compares: bool) -> list
     )
     if any(original_of(code) is not None for code in others):  # functions that the compiler put inline may read it, too
         used, compares = {*used, "requires_grad"}, True
-    return sorted(TENSOR_READERS.keys() & used) + [IDENTITY] * compares
+    readers = ARGUMENT_READERS if has_gaps else TENSOR_READERS
+    return sorted(readers.keys() & used) + [IDENTITY] * compares
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -209,7 +212,6 @@ of the backward pass count where a call differentiates."""
 _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 """Attributes of modules that torch's code names, and that of a model need not."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - TABLES
-_COMPILED_METHODS = (types.BuiltinFunctionType, types.MethodType)
 _WRAPPERS = (property, staticmethod, classmethod, partial, partialmethod)
 _CLASSES_READ_WHOLE = (nn.ParameterList, nn.ParameterDict)
 """Classes of torch whose own code reads attributes under names that stand nowhere."""
@@ -476,10 +478,7 @@ class StateReads(Traversal):
 
     def _is_read(self, name: str, member: Any, *, is_whole: bool) -> bool:
         """Whether code reads a class attribute: a method that ran, or another one under a name of the code; data under
-        any name if it reads the class as a whole (``getattr(self, self.names[0])``).
-
-        Data under names with two underscores tells of the class itself: its fields, its annotations.
-        """
+        any name if it reads the class as a whole (``getattr(self, self.names[0])``)."""
         kind, codes = type(member), self._notes.codes
         if name in self._names:
             return True
@@ -488,8 +487,9 @@ class StateReads(Traversal):
         functions = objects.functions_in(member)
         if functions and not self._kinds[kind].users:
             return any(id(fn.__code__) in codes for fn in functions)
-        is_data = not name.startswith("__") or issubclass(kind, _COMPILED_METHODS)
-        return issubclass(kind, _WRAPPERS) or (is_data and (is_whole or name[:2] == "__"))
+        if name[:2] == "__":  # of which operators, functions and patterns read many under no name
+            return not objects.describes(name)
+        return is_whole or issubclass(kind, _WRAPPERS)
 
     def _runs(self, fn: types.FunctionType) -> bool:
         """Whether its code ran, or any may have; or code may take it apart."""

@@ -20,6 +20,7 @@ from torch import nn
 
 from ...backends.operators import is_strided
 from ...runtime.signature import advice_for
+from ..watch.bytecode import CHANGES
 from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS, holds_modules
 from .snapshot import ANY_CHANGES, Accessor, Changes, Saved, Use, path_text
@@ -58,6 +59,8 @@ class StateWalk(Traversal):
         """Whether it met a compiled function by which code may read or write attributes under any name."""
         self.has_identity = False
         """Whether it met one by which code may compare objects by identity."""
+        self.has_changer = False
+        """Whether it met one by which code may change containers under no name: ``partial(queue.append, 1)``."""
         self.unrestorable: list[Any] = []
         """All paths of the opaque objects that are no threads, locks or other machines: ``restore`` cannot put them
         back."""
@@ -304,6 +307,7 @@ class StateWalk(Traversal):
     def _visit_compiled(self, value: Any, path: Any) -> Edges:
         self.has_accessor |= objects.is_accessor(value)
         self.has_identity |= objects.is_by_identity(value)
+        self.has_changer |= value.__name__ in CHANGES
         self.has_opaque |= objects.is_finder(value)
         return super()._visit_compiled(value, path)
 

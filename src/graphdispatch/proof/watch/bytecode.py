@@ -63,7 +63,7 @@ _ANY = READ_WHOLE.union(BY_NAME, _GETTERS)
 
 
 _STORED = ("ATTR", "GLOBAL", "NAME", "DEREF", "SUBSCR", "SLICE")
-_CHANGES = frozenset(
+CHANGES = frozenset(
     (
         *("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "append", "appendleft", "add", "clear", "discard", "extend"),
         *("insert", "pop", "popitem", "popleft", "remove", "reverse", "setdefault", "sort", "update"),
@@ -322,7 +322,7 @@ def changes_containers(code: CodeType) -> bool:
     is_in_place = any(_OPERATIONS[i.arg or 0][1].endswith("=") for i in instructions_of(code, _BINARY_OPS))
     has_out = any("out" in names for names in code.co_consts if isinstance(names, tuple))
     assigned = assigned_by(code)
-    return is_in_place or has_out or not (_CHANGES.isdisjoint(names | assigned) and _FORM.isdisjoint(assigned))
+    return is_in_place or has_out or not (CHANGES.isdisjoint(names | assigned) and _FORM.isdisjoint(assigned))
 
 
 @per_code

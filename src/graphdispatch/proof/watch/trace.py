@@ -82,6 +82,8 @@ _HIDES = frozenset(("DisableTorchFunction", "_disable_current_modes", "_pop_mode
 """What switches off the modes of torch that watch a run."""
 _CALL_OF_MODULE = torch.nn.Module._call_impl.__qualname__
 """The containers that this code changes, and what is defined in it, are its own."""
+_HOOKING = {id(fn.__code__) for fn in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)}
+"""What registers a hook of a tensor."""
 _START = threading.Thread.start.__code__
 """A run has to end before it: it notes the thread as one that lives, until it has begun."""
 _IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
@@ -146,7 +148,7 @@ class CodeTrace(CodeNotes, CodeListener):
         """The code that ran, in breaks and outside, by ``id``: that of two copies of a file is equal."""
         self._nested = set[int]()
         """Code that is defined inside code that was read, by ``id``."""
-        self._each_time = set[int]()
+        self._each_time = set(_HOOKING)
         """Code that is read at each call, by ``id``: what it reads depends on what it is given."""
 
     @property
@@ -162,7 +164,7 @@ class CodeTrace(CodeNotes, CodeListener):
         """What the code so far can have changed, in breaks and outside of them."""
         use, both = self.use, (self, self.of_breaks)
         codes = [*self.codes.values(), *self.of_breaks.codes.values(), *self._run_beside.values()]
-        if use is ANY_USE or any(map(assigns_made_names, codes)):
+        if use is ANY_USE or self.walk.has_changer or any(map(assigns_made_names, codes)):
             return ANY_CHANGES
         others = [code for code in codes if not (is_torch_code(code.co_filename) or is_own_code(code.co_filename))]
         torchs = (
@@ -285,7 +287,7 @@ class CodeTrace(CodeNotes, CodeListener):
         """Whether the walk sees what a compiled method of an object that was there before may change or read, and can
         put it back."""
         kind = type(owner)
-        if method == "__setstate__":  # the only way to change a partial
+        if method in ("__setstate__", "cache_info"):  # the only way to change a partial; it counts calls
             return False
         if issubclass(kind, _LOCKS) and method in _IN_BLOCKS:
             return True
@@ -426,6 +428,8 @@ class CodeTrace(CodeNotes, CodeListener):
             self.ran_torch_random = True
             if notes is self and code.co_name.startswith(("set_rng_state", *_SEEDING_METHODS)):
                 self.seeded_generator = f"torch's own, by {code.co_name}()"
+        if id(code) in _HOOKING and self.walk.has_met(frame.f_locals.get("self")):
+            self._note_unseen(f"{code.co_name}() of a tensor that was there before")
         caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
         if code is _IMPORT_MODULE and not (is_torch_code(caller) or is_own_code(caller)):
             self._note_unseen("import_module(), which may find any module")
