@@ -15,7 +15,7 @@ from graphdispatch import Reason, graphed
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import GuardError
 
-from ..helpers import AT_ONCE, check_calls, check_rows, make
+from ..helpers import AT_ONCE, assert_same, check_calls, check_rows, make
 
 
 def plain(rows: int) -> Tensor:
@@ -79,28 +79,40 @@ def test_gaps_that_differ() -> None:
     assert served.stats.hits
 
 
-class Counts:
-    """What a call adds to: a tensor, or a number."""
+class Writes:
+    """What a call adds to, if it is one of some."""
 
-    def __init__(self, total: Any) -> None:
-        self.total = total
+    def __init__(self, is_due: Callable[[Tensor], object], total: Any) -> None:
+        self.is_due, self.total = is_due, total
 
-    def behind(self, x: Tensor) -> Tensor:
-        """It counts what lies behind the beginning of its memory."""
-        if x.storage_offset():
+    def to_state(self, x: Tensor) -> Tensor:
+        """It counts."""
+        if self.is_due(x):
             self.total += 1
         return x * 2
 
+    def to_argument(self, x: Tensor) -> Tensor:
+        """It adds to its argument."""
+        y = x * 2
+        return y if not self.is_due(x) else (x.add_(1), y)[1]
 
+
+@pytest.mark.parametrize("where", ["to_state", "to_argument"])
 @pytest.mark.parametrize("make_total", [lambda: torch.zeros(()), lambda: 0])
-def test_what_only_a_call_that_differs_does(make_total: Callable[[], Any]) -> None:
-    """No run of another call speaks for it: it is traced and watched, and each call counts once."""
-    counts, eager = Counts(make_total()), Counts(make_total())
-    served = make(counts.behind, sizes=(4,))
+@pytest.mark.parametrize("is_due", [lambda x: x.storage_offset(), lambda x: x._base is not None])
+def test_what_only_a_call_that_differs_does(
+    is_due: Callable[[Tensor], object], make_total: Callable[[], Any], where: str
+) -> None:
+    """No run of another call speaks for it, nor does one on static inputs, which are views: each call writes once."""
+    served_of, eager = Writes(is_due, make_total()), Writes(is_due, make_total())
+    served = make(getattr(served_of, where), sizes=(4,))
     for kind in [plain, plain, plain, *[OTHERS["behind the beginning"], plain] * 4]:
-        check_calls(served, kind(4), fn=eager.behind)
-    assert served.stats.hits
-    assert counts.total == eager.total == 4
+        x = kind(4)
+        # A copy of the whole memory is a view of it where the batch is.
+        copy = x.clone() if x._base is None else x._base.clone()[3:]
+        assert_same(served(x), getattr(eager, where)(copy), served.explain(x))
+        assert_same(x, copy)
+    assert served_of.total == eager.total
 
 
 class Compares(nn.Module):

@@ -38,8 +38,8 @@ def check_replay(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry
             _check_order(request, index, want, got, entry)
         want, got = request.real_rows_of(want), request.real_rows_of(got)
         _compare(entry, request, f"output {index}", want, got, unwritten(want))
-    for index, want in eager.written_inputs.items():
-        name = entry.inputs.specs[index].name
+    for index in sorted({*eager.written_inputs, *entry.mutated}):
+        name, want = entry.inputs.specs[index].name, eager.written_inputs.get(index, eager.arguments[index])
         got = entry.inputs.real(index, request.rows, request.size)
         want, got = request.real_rows_of(want), request.real_rows_of(got)
         _compare(entry, request, f"argument {name!r}, which the call writes,", want, got)
@@ -134,6 +134,21 @@ def _compare(
 
 
 _BY_ITSELF = "eager itself gives another result for the same batch (it reads a clock, or draws as torch does not)"
+
+
+def check_writes(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry, regions: list[Region]) -> None:
+    """Raise ``VerificationError``, or ``CaptureError`` for padding, if the graph writes what the eager run does not.
+    Code may read of an argument what a static input has otherwise. ``regions`` is what a run on these wrote."""
+    if request.is_padded:
+        check_padding_writes(request, eager, regions)
+        return
+    buffers = request.buffer_storages()
+    outside = [region for region in regions if storage_key(region.target) not in buffers]
+    if entry.mutated != tuple(eager.written_inputs) or first_uncovered(outside, eager.effects.regions) is not None:
+        raise VerificationError(
+            f"the graph of {request.size} and eager write to other arguments, or to other state: the code may read "
+            "more of an argument than its values; pass a flag"
+        )
 
 
 def check_padding_writes(request: CaptureRequest, eager: EagerRun, padded: list[Region]) -> None:

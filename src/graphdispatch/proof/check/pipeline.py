@@ -48,7 +48,7 @@ from ..state.guards import StateGuard
 from ..watch.effects import EffectRecorder, Region
 from ..watch.operator_trace import OperatorTrace
 from .attempt import CaptureAttempt
-from .compare import check_padding_writes, check_replay
+from .compare import check_replay, check_writes
 from .eager_run import WatchedTooLittleError, check_may_capture, queries_capture, run_eagerly, runs_compiled
 from .failures import advice, failed_result
 from .gain import measure_gain, seconds_of
@@ -308,8 +308,7 @@ def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
         what = "draw no random numbers" if entry.uses_rng else "draw random numbers"
         raise VerificationError(f"{request.rows} rows {what}, unlike the graph of {request.size}")
     check_replay(request, eager, entry)
-    if request.is_padded:
-        check_padding_writes(request, eager, attempt.warm_run.regions)
+    check_writes(request, eager, entry, attempt.warm_run.regions)
     shown = shown_of(entry)
     if request.is_padded and shown is not None and shown.proof is not None and shown.wants_look(request.rows):
         _prove_padding(attempt, entry, shown.proof)
