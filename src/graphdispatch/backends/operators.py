@@ -41,6 +41,7 @@ def per_operator(fn: Callable[[OpOverload], T]) -> Callable[[OpOverload], T]:
             values[id(func)] = func, value
         return value
 
+    look_up.cache_clear = values.clear  # type: ignore[attr-defined]
     return look_up
 
 
