@@ -22,6 +22,7 @@ from graphdispatch.runtime.signature import InputSpec
 from graphdispatch.runtime.static_inputs import StaticInputs
 from graphdispatch.sizes import ROWS
 
+from ..behaviour.forks import in_child
 from ..helpers import AT_ONCE, check_calls
 
 CPU = torch.device("cpu")
@@ -118,6 +119,20 @@ def test_padding_that_is_there_is_not_put_again(dim: int, filled: list[int]) -> 
     for rows in (3, 3, 2, 5, 5, 3):
         inputs.load([torch.ones(rows, 3).movedim(0, dim)], rows, 5)
     assert pad.filled == filled
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_forked_child_takes_nothing_for_padding(dim: int) -> None:
+    """Another thread may have been filling the buffers."""
+    inputs, real = StaticInputs([spec(dim, Pad.zero())], CAPACITY), torch.ones(2, 3).movedim(0, dim)
+    inputs.load([real], 2, 4)
+    inputs.views(4)[0].fill_(-1.0)
+
+    def load() -> None:
+        inputs.load([real], 2, 4)
+        assert inputs.views(4)[0].movedim(dim, 0).tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
+
+    in_child(load)
 
 
 def test_so_many_batches_are_kept_prepared(monkeypatch: pytest.MonkeyPatch) -> None:

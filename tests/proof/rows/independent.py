@@ -103,6 +103,7 @@ def all_experts(x: Tensor) -> Tensor:
 MIXTURES: dict[str, Any] = {
     "put back by a second sort": mixture,
     "put back by written places": lambda x: mixture(x, back=written_places),
+    "put back by a copy": lambda x: mixture(x, back=lambda y, order: torch.empty_like(y).index_copy(0, order, y)),
     "one expert": one_expert,
     "added": added_experts,
     "weights by choice": weights_by_choice,
@@ -178,8 +179,15 @@ ROWS: dict[str, Any] = {
     ),
     "guidance by sizes": lambda x: operator.sub(*torch.cat([x, x * 2, -x]).split([2 * len(x), len(x)])[0].chunk(2)),
     "guidance by chunks": lambda x: (lambda a, b: a + 2 * (b - a))(*(torch.cat([x, x]) @ W).chunk(2)),
+    "guidance of three": lambda x: torch.cat([torch.cat([x, x * 2]) @ W, -x]).view(3, -1, D).sum(0),
+    "guidance of single numbers": lambda x: torch.cat([x[:, 0], x[:, 1]], -1).view(2, -1).sum(0),
+    "guidance set by slices": lambda x: set_at(torch.cat([x, x * 2]), slice(0, len(x)), x).view(2, -1, D).sum(0),
     "guidance by repeat": lambda x: (x.repeat(2, 1) @ W).view(2, x.shape[0], D).sum(0),
     "beams": lambda x: (x.repeat_interleave(3, 0) @ W).view(x.shape[0], 3, D).amax(1),
+    "numbers of rows in a narrow type": lambda x: x + torch.arange(x.shape[0]).to(torch.bfloat16)[:, None],
+    "beside nothing": lambda x: torch.cat([torch.empty(0), x], 1),
+    "among boundaries": lambda x: torch.searchsorted(TABLE[0].sort().values, x),
+    "among its own": lambda x: torch.searchsorted(x.sort(-1).values, x),
     "numbers of rows of one part": lambda x: x[torch.arange(x.shape[0]) // 1],
     "dict": lambda x: {"a": x @ W, "b": (x + 1, x[:, 0])},
     "out=": product_into,
@@ -218,9 +226,11 @@ WITH_IDS: dict[str, Any] = {
     "columns set by a list": lambda x, i: set_at(x, (slice(None), FIXED), 1.0),
     "one column of each row set": lambda x, i: set_at(x, (torch.arange(x.shape[0]), i), x[:, 0]),
     "rows of a table": lambda x, i: TABLE.index_select(0, i),
+    "a loss for each row": lambda x, i: F.cross_entropy(x, i, reduction="none"),
     "columns gathered": lambda x, i: x.gather(1, i[:, None]),
     "columns scattered": lambda x, i: x.scatter(1, i[:, None], x[:, :1]),
     "columns scattered and added": lambda x, i: x.scatter_add(1, i[:, None], x[:, :1]),
+    "bags of as many": lambda x, i: x + F.embedding_bag(with_next(i), TABLE),
     "bags": lambda x, i: x + F.embedding_bag(with_next(i).reshape(-1), TABLE, starts_of(i)),
 }
 
@@ -294,7 +304,6 @@ IMAGES: dict[str, Any] = {
     "pooled": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval(),
     "larger": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
     "pixels moved": lambda x: F.pixel_unshuffle(x, 2),
-    "channels moved": lambda x: F.channel_shuffle(x, 3),
     "patches": lambda x: x.reshape(x.shape[0], 3, 2, 4, 2, 4).permute(0, 2, 4, 3, 5, 1).reshape(x.shape[0], 4, 48),
     "a group norm beside heads": grouped_heads,
 }
@@ -347,9 +356,7 @@ INDEPENDENT = {
     **_of(rows_and_mask, masked=MASKED),
     **_of(floats(3, 8, 8), images=IMAGES),
     **_of(floats(D, 9), lines=LINES),
-    **_of(
-        ids, ids={"embedding": lambda i: F.embedding(i, TABLE).sum(1), "an end": lambda i: torch.isin(i, FIXED).any(1)}
-    ),
+    **_of(ids, ids={"embedding": lambda i: F.embedding(i, TABLE).sum(1)}),
     **_of(cached, cache={"with rows of its own": attends_cache}),
     **_of(paged, cache={"in pages": Paged()}),
 }

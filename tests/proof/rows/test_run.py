@@ -1,5 +1,6 @@
 """What a run says, for which batches, and what it leaves behind."""
 
+import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,6 +26,13 @@ from .runs import Batch, D, grid, judge, rows, sequences, watching
 F = nn.functional
 WEIGHT = torch.randn(D, D, generator=torch.Generator().manual_seed(0))
 _LSTM = nn.LSTM(D, 4, 2).eval()
+
+
+class _Part(Tensor):
+    """A class of tensors."""
+
+
+PART = WEIGHT.as_subclass(_Part)
 
 
 def _two_lengths(n: int, s: int, t: int) -> Batch:
@@ -191,6 +199,14 @@ SPOKEN: dict[str, tuple[Callable[[Tensor], Any], list[tuple[int, int]], list[tup
         [(9, 11)],
         [(9, 12)],
     ),
+    "fixed places": (lambda x: x[:, FIXED], [(9, 5)], [(9, 4)]),
+    "a fixed place": (lambda x: x[:, 3], [(9, 4)], [(9, 3)]),
+    "a fixed place from the end": (lambda x: x[:, -3], [(9, 3)], [(9, 2)]),
+    "a place of each row": (
+        lambda x: x[torch.arange(x.shape[0]), (x[:, 0, 0] > 99).long() + 6],
+        [(9, 4)],
+        [],
+    ),
     "experts of tokens": (lambda x: mixture(x.flatten(0, 1)).view_as(x), [(9, 11), (9, 12)], []),
 }
 """For which batches of rows and a length a run on 7 x 11 speaks, and for which it does not."""
@@ -254,6 +270,8 @@ MEETING: dict[str, Callable[[Tensor], Any]] = {
     "fixed places selected": lambda x: x.index_select(1, FIXED),
     "fixed places": lambda x: x[:, FIXED],
     "a fixed place gathered": lambda x: x.gather(1, torch.zeros(x.shape[0], 1, D, dtype=torch.long)),
+    "one line for all": lambda x: x.gather(2, torch.zeros(x.shape[0], 1, D, dtype=torch.long)),
+    "behind another": lambda x: torch.cat([torch.zeros(x.shape[0], 1, D), x], 1),
     "a fixed place scattered": lambda x: x.scatter(1, torch.zeros(x.shape[0], 1, D, dtype=torch.long), 1.0),
     "copied into a longer one": _into_longer(lambda y, x: y.copy_(x)),
     "added to a longer one": _into_longer(lambda y, x: y.add_(x)),
@@ -284,10 +302,11 @@ def test_each_length_is_mixed_or_not_by_itself() -> None:
         lambda x, i: torch.zeros(4).index_fill(0, i, 1.0) + x.sum((1, 2))[:, None],
         lambda x, i: torch.zeros(4).index_put((i,), torch.ones(())) + x.sum((1, 2))[:, None],
         lambda x, i: torch.zeros(4).scatter(0, i, 1.0) + x.sum((1, 2))[:, None],
+        lambda x, i: (torch.renorm(i[:, None] / 2, 2, 0, 1.0), x.sum((1, 2)))[1],
     ],
 )
-def test_a_length_that_names_places_to_write_is_mixed(fn: Callable[..., Any]) -> None:
-    """Two elements of a length may name one place, and the result has the length no more."""
+def test_a_length_that_names_places_or_has_no_rule_is_mixed(fn: Callable[..., Any]) -> None:
+    """Two elements of a length may name one place, or meet, and the result has the length no more."""
 
     def make(n: int, s: int, t: int) -> Batch:
         x, i = torch.randn(n, s, D), torch.randint(0, 4, (t,))
@@ -481,6 +500,24 @@ def test_no_cache_keeps_a_number_of_the_run() -> None:
     assert judge(tried).independent
     assert judge(tried).speaks_for((9,))
     assert halves.cache_info().currsize == 0
+
+
+AS_PLAIN: list[Callable[[Any], Any]] = [
+    *(lambda n: f"{n:03d}", lambda n: f"{n / 2:.2f}", lambda n: round(n / 3, 1), lambda n: {7: "seven"}[n]),
+    *(lambda n: copy.deepcopy([n]), lambda n: (n.real, n.imag, n.bit_length()), lambda n: (+n, -n, ~n, abs(-n))),
+    *(lambda n: torch.overrides.has_torch_function((WEIGHT,)), lambda n: torch.overrides.has_torch_function((PART,))),
+    *(lambda n: divmod(n, 3), lambda n: divmod(30, n), lambda n: pow(n, 2, 5), lambda n: (n / 2).is_integer()),
+]
+
+
+@pytest.mark.parametrize("of", AS_PLAIN)
+def test_python_gets_of_a_size_what_it_gets_of_a_plain_number(of: Callable[[Any], Any]) -> None:
+    """Whatever it does with it, and in the same classes."""
+    x, expected = torch.randn(7, D), of(7)
+    with watching(_run_on(x)):
+        got = of(x.shape[0])
+        assert got == expected
+        assert str(got) == str(expected)
 
 
 def test_the_answer_of_the_run_is_that_of_the_callable() -> None:

@@ -18,7 +18,6 @@ from .labels import (
     has_rows,
     is_dynamic,
     merged,
-    numbers_places,
     own_size,
     plain_dim,
     plain_dims,
@@ -194,7 +193,7 @@ class Call:
         """Code names places of a dimension by numbers, from ``least`` (below zero: from the end) to ``most``. The run
         speaks for sizes that have these places: for others the operator raises."""
         sizes = self.sizes.values(dim)
-        self.space.restrict((sizes > most) & (sizes >= -least), f"a place of a size, {most if least >= 0 else least}")
+        self.space.restrict((sizes > most) & (sizes >= -least), f"places {least} to {most} of a size")
 
     def require_index(self, dim: Dim, index: Tensor) -> None:
         """As ``require_places``, for those that a tensor names whose elements follow no batch."""
@@ -202,28 +201,25 @@ class Call:
         is_same = not any(map(is_dynamic, label.dims)) or (label.is_alike and axes_of(flat(label.dims)) == {ROWS_AXIS})
         is_same = is_same and not (label.fault or label.tag or label.is_lost)
         if is_dynamic(dim) and is_same and index.numel() and not is_flags(index):
-            least, most = map(int, index.aminmax())
-            self.require_places(dim, min(least, 0), max(most, 0))
+            self.require_places(dim, *map(int, index.aminmax()))
 
     def is_outside(self, tensor: Tensor) -> bool:
         """Whether the operator writes to this tensor, and the run did not make its memory."""
         return self.writes and storage_key(tensor) not in self.run.made
 
     def fault_of_data(self, but: Collection[str]) -> Fault | None:
-        """What is at fault with arguments, other than ``but``, that are used as data; or None."""
-        if self.operator.fills or not any(label.tag for label in self.labels.values()):
+        """What is at fault with places among all rows that arguments are, other than ``but``; or None."""
+        faulty = {key: label.tag.fault for key, label in self.labels.items() if label.tag and label.tag.fault}
+        if not faulty:
             return None
         values = (value for name, value in self.a.items() if name not in but)
         tensors = (one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,)))
-        labels = [self.labels[id(one)] for one in tensors if id(one) in self.labels]
-        self.is_by_place = self.is_by_place or any(map(numbers_places, labels))
-        return next((label.tag.fault for label in labels if label.tag and label.tag.fault), None)
+        return next((faulty[id(one)] for one in tensors if id(one) in faulty), None)
 
     def check_data(self, label: Label) -> None:
-        """Elements are used as data: places among all rows are none, and those of rows are what no other batch has."""
+        """Elements are used as data: places among all rows are none."""
         if label.tag is not None and label.tag.fault is not None:
             raise MixError("places among all rows")
-        self.is_by_place = self.is_by_place or numbers_places(label)
 
     def read_places(self, tensor: Tensor, dims: Iterable[int] = ()) -> None:
         """It reads the places of a tensor that rows name along these dimensions; see Note [slots] in ``slots.py``."""

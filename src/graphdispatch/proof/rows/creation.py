@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from .calls import Call, Rule
 from .elementwise import WIDE
 from .labels import (
@@ -34,10 +32,10 @@ def arange(c: Call) -> list[Label]:
     if not all(type(v) is int for v in (start, end, step)):
         return [Label(plain_dims((count,)))]
     number = c.caller.size(end)
-    if number is not None:
-        dim = c.sizes.dim_of_values(np.maximum(-((start - number.values) // step), 0))
-    else:
+    if number is None:
         dim = c.given(count) if start == 0 and end == count * step else plain_dim(count)
+    else:
+        dim = c.sizes.dim_of_values(-((start - number.values) // step))
     dim = c.sizes.in_order(dim)
     if start != 0 or not has_rows(dim) or c.outs[0].dtype not in WIDE:
         return [Label((dim,))]

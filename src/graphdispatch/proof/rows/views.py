@@ -103,7 +103,7 @@ def select(c: Call) -> list[Label]:
     at = c.place("dim", len(label.dims))
     c.blend([label.dims[at]], "one row for all")
     index = c.a["index"]
-    c.require_places(label.dims[at], min(index, 0), max(index, 0))
+    c.require_places(label.dims[at], index, index)
     return [_moved(label, (*label.dims[:at], *label.dims[at + 1 :]), is_whole=False)]
 
 
