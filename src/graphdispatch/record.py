@@ -29,7 +29,7 @@ call runs eagerly, whatever the replay had written before, and the graph serves 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +37,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .backends.operators import bits_equal, storage_key, tensors_in
+from .backends.operators import storage_key, tensors_in
 from .backends.tracing import profiler_range, uncached_casts
-from .config import CUDAGraphOptions
 from .errors import CaptureError, ConfigError, error_of_signal
 from .modes import EntryState
 from .reasons import Reason
@@ -114,10 +113,6 @@ class PlainCapturer(Capturer):
     def check(self, request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResult:
         """Run the call eagerly, and give up the graph, whose replay failed: nothing else is ever due."""
         return CaptureResult(request.call(request.values), None, Reason.REPLAY_FAILED, Reason.REPLAY_FAILED.text)
-
-    def gap(self, want: Iterable[Any], got: Iterable[Any], entry: CUDAGraphEntry, options: CUDAGraphOptions) -> str:
-        """As ``Capturer.gap``, without allowing for rounding."""
-        return "" if all(map(bits_equal, want, got)) else "other bits"
 
 
 class _Recording:
