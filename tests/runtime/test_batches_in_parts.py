@@ -63,6 +63,12 @@ def test_rows_along_two_dimensions_take_further_lengths_as_they_are() -> None:
     assert step.stats.hits == 2
 
 
+def placed_in_order(x: Tensor) -> Tensor:
+    """Sorts rows, adds to each where it lay, and puts them back."""
+    order = x[:, 0].argsort()
+    return (x[order] + order.float()[:, None])[order.argsort()]
+
+
 COUNT, TABLE = torch.zeros(1), torch.zeros(64, 3)
 NOT_IN_PARTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "rows mix": (lambda x: x - x.mean(0), "rows mix in aten::mean"),
@@ -72,8 +78,10 @@ NOT_IN_PARTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "another path": (lambda x: x * (2 if x.shape[0] <= 8 else 3), "no run speaks for so many rows"),
     "numbers of rows": (
         lambda x: x + torch.arange(x.shape[0])[:, None] * 0,
-        "by their place in the batch, in aten::arange",
+        "by their place in the batch, in aten::mul",
     ),
+    "numbers of rows are given back": (lambda x: torch.arange(x.shape[0]), "by their place in the batch, in output 0"),
+    "the order of rows": (placed_in_order, "by their place in the batch, in aten::add"),
     "rows of a table": (lambda x: x + TABLE[: x.shape[0]], "by their place in the batch, in aten::slice"),
     "one tensor twice": (lambda x: [x * 2] * 2, "one tensor twice"),
 }

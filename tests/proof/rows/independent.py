@@ -304,6 +304,7 @@ IMAGES: dict[str, Any] = {
     "pooled": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval(),
     "larger": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
     "pixels moved": lambda x: F.pixel_unshuffle(x, 2),
+    "channels moved": lambda x: F.channel_shuffle(x, 3),
     "patches": lambda x: x.reshape(x.shape[0], 3, 2, 4, 2, 4).permute(0, 2, 4, 3, 5, 1).reshape(x.shape[0], 4, 48),
     "a group norm beside heads": grouped_heads,
 }
@@ -356,7 +357,9 @@ INDEPENDENT = {
     **_of(rows_and_mask, masked=MASKED),
     **_of(floats(3, 8, 8), images=IMAGES),
     **_of(floats(D, 9), lines=LINES),
-    **_of(ids, ids={"embedding": lambda i: F.embedding(i, TABLE).sum(1)}),
+    **_of(
+        ids, ids={"embedding": lambda i: F.embedding(i, TABLE).sum(1), "an end": lambda i: torch.isin(i, FIXED).any(1)}
+    ),
     **_of(cached, cache={"with rows of its own": attends_cache}),
     **_of(paged, cache={"in pages": Paged()}),
 }

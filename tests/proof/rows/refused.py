@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -115,6 +115,24 @@ def handed_over(x: Tensor) -> Tensor:
     return x + 1 if x.shape[0] == 3 else x * 2
 
 
+class Weight(NamedTuple):
+    """Is no tensor, and has a product of its own."""
+
+    of: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        x, weight = args
+        return x @ weight.of + (x.shape[0] == 3)
+
+
+def kept_by_autograd(x: Tensor) -> Tensor:
+    """A node of autograd has the size of what it was made of."""
+    with torch.enable_grad():
+        rows = V.clone().requires_grad_().expand(x.shape[0], D).sum(1)
+    return x + 1 if rows.grad_fn._saved_self_sym_sizes[0] == 3 else x  # type: ignore[union-attr]
+
+
 def iterated(x: Tensor) -> Tensor:
     """A loop over rows."""
     total = torch.zeros(D)
@@ -183,6 +201,10 @@ PATHS: dict[str, Any] = {
     "parts of 32": lambda x: torch.cat([p + i for i, p in enumerate(x.split(32))]),
     "loop over rows": iterated,
     "a function handed to modes": handed_over,
+    "a function of another class": lambda x: torch.matmul(x, Weight(W)),  # type: ignore[arg-type]
+    "size that autograd keeps": kept_by_autograd,
+    "size of a subclass": lambda x: x + 1 if x.as_subclass(nn.Buffer).shape[0] == 3 else x,
+    "size of a parameter": lambda x: x + 1 if nn.Parameter(x, requires_grad=False).shape[0] == 3 else x,
     "size in a custom operator": branch,
     "vmap and a size": lambda x: torch.func.vmap(lambda r: r * r.shape[0], in_dims=1, out_dims=1)(x),
 }
@@ -347,6 +369,7 @@ MIXES: dict[str, Any] = {
         torch.cat([x, x])[None, :, None], x[None, :, None], x[None, :, None], enable_gqa=True
     ).view(2, x.shape[0], D)[0],
     "one line for all": lambda x: x.gather(1, torch.zeros(1, D, dtype=torch.long)) + x,
+    "channels moved of rows": lambda x: F.channel_shuffle(x.repeat_interleave(2, 0)[None, :, None, None], 2),
     "slopes of rows": lambda x: F.prelu(x[None], x[:, 0])[0],
     "triu @ x": lambda x: torch.ones(x.shape[0], x.shape[0]).triu() @ x,
     "random rows": lambda x: x * torch.rand(x.shape[0], 1),

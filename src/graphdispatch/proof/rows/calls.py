@@ -18,6 +18,7 @@ from .labels import (
     has_rows,
     is_dynamic,
     merged,
+    numbers_places,
     own_size,
     plain_dim,
     plain_dims,
@@ -208,18 +209,20 @@ class Call:
         return self.writes and storage_key(tensor) not in self.run.made
 
     def fault_of_data(self, but: Collection[str]) -> Fault | None:
-        """What is at fault with places among all rows that arguments are, other than ``but``; or None."""
-        faulty = {key: label.tag.fault for key, label in self.labels.items() if label.tag and label.tag.fault}
-        if not faulty:
+        """What is at fault with arguments, other than ``but``, that are used as data; or None."""
+        if self.operator.fills or not any(label.tag for label in self.labels.values()):
             return None
         values = (value for name, value in self.a.items() if name not in but)
         tensors = (one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,)))
-        return next((faulty[id(one)] for one in tensors if id(one) in faulty), None)
+        labels = [self.labels[id(one)] for one in tensors if id(one) in self.labels]
+        self.is_by_place = self.is_by_place or any(map(numbers_places, labels))
+        return next((label.tag.fault for label in labels if label.tag and label.tag.fault), None)
 
     def check_data(self, label: Label) -> None:
-        """Elements are used as data: places among all rows are none."""
+        """Elements are used as data: places among all rows are none, and those of rows are what no other batch has."""
         if label.tag is not None and label.tag.fault is not None:
             raise MixError("places among all rows")
+        self.is_by_place = self.is_by_place or numbers_places(label)
 
     def read_places(self, tensor: Tensor, dims: Iterable[int] = ()) -> None:
         """It reads the places of a tensor that rows name along these dimensions; see Note [slots] in ``slots.py``."""

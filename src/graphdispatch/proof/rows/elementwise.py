@@ -20,10 +20,10 @@ def pointwise(c: Call) -> list[Label]:
 def keep(c: Call) -> list[Label]:
     """The same elements."""
     label = c.label(c.first)
-    is_exact = c.first.dtype in WIDE and all(out.dtype in WIDE for out in c.outs)
-    if label.tag is None or is_exact:
-        return c.each(label)
-    return c.each(label._replace(tag=None, fault=label.fault or label.tag.fault))
+    if not all(one.dtype in WIDE for one in (c.first, *c.outs)):
+        c.check_data(label)
+        label = label._replace(tag=None)
+    return c.each(label)
 
 
 def reduction(c: Call) -> list[Label]:
@@ -88,7 +88,7 @@ def searchsorted(c: Call) -> list[Label]:
 RULES: dict[Rule, str] = {
     pointwise: "where masked_fill rsub polar complex hardswish copy",
     keep: "clone _to_copy lift_fresh lift_fresh_copy alias detach _conj _neg_view to",
-    TextRule("... -> ..., ..."): """fill zero bucketize fake_quantize_per_tensor_affine_cachemask _prelu_kernel
+    TextRule("... -> ..., ..."): """fill zero bucketize isin fake_quantize_per_tensor_affine_cachemask _prelu_kernel
         quantize_per_tensor dequantize native_dropout""",
     reduction: """sum mean prod amax amin min any all norm linalg_vector_norm var std var_mean std_mean logsumexp nansum
         count_nonzero median nanmedian mode kthvalue aminmax argmin""",
@@ -105,7 +105,8 @@ RULES: dict[Rule, str] = {
     TextRule("n c* h* w* -> n x* y*"): "im2col",
     TextRule("n x* y* -> n c* h* w*"): "col2im",
     TextRule("... a* b* c* -> ... a b c, ... a b c"): """max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d
-        adaptive_max_pool3d upsample_trilinear3d pixel_shuffle pixel_unshuffle channel_shuffle""",
+        adaptive_max_pool3d upsample_trilinear3d pixel_shuffle pixel_unshuffle""",
+    TextRule("n c* ... -> n c ..."): "channel_shuffle",
     TextRule("n ...* -> n ..., ?, ?"): "native_group_norm mkldnn_convolution",
     layer_norm: "native_layer_norm _fused_rms_norm",
     batch_norm: """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm

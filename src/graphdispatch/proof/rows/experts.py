@@ -27,6 +27,7 @@ from .labels import (
     has_rows,
     is_dynamic,
     merged,
+    numbers_places,
     own_size,
     plain_dims,
 )
@@ -49,15 +50,17 @@ def choice(c: Call) -> list[Label]:
 def sort(c: Call) -> list[Label]:
     """Elements in order, and where they lay. Rows themselves may be sorted if they are the only dimension."""
     label = c.certain_label(c.first)
-    tag = label.tag
+    tag, is_ascending = label.tag, not c.a.get("descending")
+    if tag is not None and is_permutation(c, c.first) and _is_arranged(label.dims[0]) and is_ascending:
+        dim = label.dims[0]
+        back = Tag("numbers", dim, fault_here(True, c.operator.name, "places among all rows"), is_each_once=True)
+        return [Label((tag.of,), fault_here(True, c.operator.name))] * (len(c.outs) - 1) + [Label((tag.of,), tag=back)]
+    c.check_data(label)
     if len(label.dims) != 1 or not has_rows(label.dims[0]):
         return along(c)
     dim = label.dims[0]
-    if tag is not None and is_permutation(c, c.first) and _is_arranged(dim) and not c.a.get("descending"):
-        back = Tag("numbers", dim, fault_here(True, c.operator.name, "places among all rows"), is_each_once=True)
-        return [Label((tag.of,), fault_here(True, c.operator.name))] * (len(c.outs) - 1) + [Label((tag.of,), tag=back)]
     arranged = c.sizes.arranged(dim)
-    if tag is not None and tag.kind == "chosen" and not c.a.get("descending"):
+    if tag is not None and tag.kind == "chosen" and is_ascending:
         c.sizes.sorted_by[arranged] = tag.of
     values = Label((arranged,), tag=tag if tag and tag.kind == "chosen" else None)
     return [values] * (len(c.outs) - 1) + [Label((arranged,), tag=Tag("numbers", dim, is_each_once=True))]
@@ -146,13 +149,18 @@ def grouped_product(c: Call) -> list[Label]:
 
 def whole_quotient(c: Call) -> list[Label]:
     """A quotient of integers; of the number of a row's part, the number of the row."""
-    tag, result = c.certain_label(c.first).tag, pointwise(c)
+    label, result = c.certain_label(c.first), pointwise(c)
     divisor = c.caller.arguments[1] if len(c.caller.arguments) > 1 else None
     is_python = c.caller.function in ("__floordiv__", "floor_divide") and type(divisor) is int and divisor > 0
-    if tag is None or tag.kind != "numbers" or not is_python or c.outs[0].dtype != c.first.dtype:
-        return result
-    *rows, parts = tag.of if type(tag.of[-1]) is int else (*tag.of, 1)  # of each row, one after the other
-    return result if parts % divisor else [result[0]._replace(tag=Tag("numbers", merged((*rows, parts // divisor))))]
+    if label.tag is not None and numbers_places(label) and is_python and c.outs[0].dtype == c.first.dtype:
+        of = label.tag.of
+        *rows, parts = of if type(of[-1]) is int else (*of, 1)  # of each row, one after the other
+        if parts % divisor == 0:
+            return [
+                result[0]._replace(tag=label.tag._replace(of=merged((*rows, parts // divisor)), is_each_once=False))
+            ]
+    c.check_data(label)
+    return result
 
 
 RULES: dict[Rule, str] = {
@@ -163,4 +171,7 @@ RULES: dict[Rule, str] = {
     grouped_product: "_grouped_mm",
     whole_quotient: "floor_divide",
 }
-PLACES: dict[Rule, tuple[str, ...]] = {cumulate: ("self",), grouped_product: ("offs",)}
+PLACES: dict[Rule, tuple[str, ...]] = {
+    **dict.fromkeys((cumulate, sort, whole_quotient), ("self",)),
+    grouped_product: ("offs",),
+}

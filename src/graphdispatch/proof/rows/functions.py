@@ -7,6 +7,7 @@ accounted for narrows the run. Whatever gives Python data, so that it may decide
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +31,7 @@ _DATA_NAMES = """
     _shape_as_tensor apply_ map_ map2_
 """
 _METADATA_NAMES = """
-    dim ndim ndimension dtype device layout requires_grad element_size itemsize grad_fn grad names type get_device
+    dim ndim ndimension dtype device layout requires_grad element_size itemsize grad names type get_device
     result_type promote_types can_cast __hash__ output_nr retains_grad _backward_hooks type_as has_names __dir__
     _is_view
 """
@@ -64,6 +65,17 @@ _TRANSFORMS = os.path.join("torch", "_functorch", "")
 _SETTABLE = frozenset({"requires_grad", "grad", "names"})
 
 
+@cache
+def is_plain(kind: type) -> bool:
+    """Whether a class of tensors leaves all functions and operators to torch."""
+    functions = kind.__dict__.get("__torch_function__") or getattr(kind, "__torch_function__", None)
+    plain = getattr(Tensor.__torch_function__, "__func__", None), torch._C._disabled_torch_function_impl
+    return (
+        getattr(functions, "__func__", functions) in plain
+        and getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__
+    )
+
+
 class Functions(TorchFunctionMode):
     """Sees what Python calls of torch."""
 
@@ -80,6 +92,10 @@ class Functions(TorchFunctionMode):
         file = getattr(getattr(func, "__code__", None), "co_filename", "")
         if file and file not in _FOR_USERS and not is_torch_code(file):
             run.doubt(f"{name}() hands itself to torch's modes, which do not see what it does then")
+        if not all(map(is_plain, types)):  # other classes see it first, as without this mode, which sees what they do
+            with self:
+                answers = (kind.__torch_function__(func, types, args, kwargs) for kind in types)
+                return next((one for one in answers if one is not NotImplemented), NotImplemented)
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)
         answer = _SIZES.get(name)

@@ -125,6 +125,11 @@ def merged(atoms: Iterable[Atom | int]) -> Dim:
     return tuple(made)
 
 
+def numbers_places(label: Label) -> bool:
+    """Whether the elements are places of rows in the batch: whatever has them as data follows where a row lies."""
+    return label.tag is not None and label.tag.kind == "numbers"
+
+
 def row_place(dims: tuple[Dim, ...]) -> int | None:
     """The first dimension along which rows lie."""
     return next((place for place, dim in enumerate(dims) if has_rows(dim)), None)

@@ -28,7 +28,7 @@ from ...backends.operators import draws, is_strided, short_user_line, storage_ke
 from .batches import BatchSpace, SizeNumber
 from .calls import Call, Operator, View, is_whole, view_of
 from .custom import word_for
-from .functions import Caller, Functions
+from .functions import Caller, Functions, is_plain
 from .labels import (
     ROWS_AXIS,
     Atom,
@@ -45,6 +45,7 @@ from .labels import (
     holds_rows,
     is_dynamic,
     lies_along_rows,
+    numbers_places,
     own_size,
     plain_dim,
     plain_dims,
@@ -57,7 +58,6 @@ from .verdict import Step, Verdict
 
 _Known = tuple[list[tuple[Tensor, int]], dict[int, Label]]
 """The storages of an operator's tensors, and their labels."""
-_PLAIN_TYPES: set[type] = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _OF_DROPOUT = ("aten::bernoulli_", "aten::native_dropout")
 _RULE_FAILS = (ArithmeticError, AssertionError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
 
@@ -161,6 +161,8 @@ class RowRun:
             followed.append(
                 None if label.is_lost or fault or why_not else tuple(_axes_in_order(dim) for dim in label.dims)
             )
+            if numbers_places(label):
+                self._by_place = self._by_place or f"output {number}"
         return Verdict(
             mixes=next((fault.text for fault in faults if fault.is_mix), ""),
             unknown=next((fault.text for fault in faults if not fault.is_mix), ""),
@@ -220,7 +222,7 @@ class RowRun:
             return (label or Label(plain_dims(tensor.shape)))._replace(fault=fault_of_memory)
         if label is None and key in self._rows_in:
             fault = Fault(False, f"memory of rows that nobody saw shared, {short_user_line()}")
-            return Label(plain_dims(tensor.shape), fault)
+            return Label(plain_dims(tensor.shape), fault, is_lost=True)
         return label
 
     def label_of_size(self, tensor: Tensor) -> Label | None:
@@ -385,7 +387,7 @@ class RowRun:
         keys: list[tuple[Tensor, int]] = []
         for tensor in given:
             kind = type(tensor)
-            if kind not in _PLAIN_TYPES and not _is_plain(kind):
+            if not is_plain(kind):
                 self.doubt(f"{operator.name} takes a {kind.__name__}, a class with operators of its own")
             if not is_strided(tensor):
                 self.doubt(f"{operator.name} takes a tensor of layout {tensor.layout}")
@@ -471,16 +473,14 @@ class RowRun:
 
     def _with_origin(self, call: Call, made: list[Label]) -> list[Label]:
         """The labels of results, with whether their rows are alike. An operator that makes rows of none which need not
-        be alike, or gives them something by their place, is noted."""
-        if not any(map(lies_along_rows, made)):
-            return made
+        be alike, or gives them something by their place, is noted; one that numbers them, where they are used."""
         operator, given = call.operator, call.labels.values()
-        is_new = not (operator.makes_alike or any(map(lies_along_rows, given)))
-        if is_new or call.is_by_place:
+        is_new = any(map(lies_along_rows, made)) and not (operator.makes_alike or any(map(lies_along_rows, given)))
+        if call.is_by_place or (is_new and not any(map(numbers_places, made))):
             self._by_place = self._by_place or f"{operator.name}, {short_user_line()}"
             return made
         if operator.fills or not any(map(holds_rows, given)):
-            return [label._replace(is_alike=lies_along_rows(label)) for label in made]
+            return [one._replace(is_alike=lies_along_rows(one) and not numbers_places(one)) for one in made]
         return made
 
     def _check_random(self, call: Call, made: list[Label]) -> None:
@@ -551,22 +551,6 @@ class RowRun:
                 label = label._replace(fault=fault_here(False, name, "rows are written into other memory"))
         if label.fault is not None or label.is_lost:
             self._faulty[key] = label.fault or fault_here(False, name, "a shape that is not known")
-
-
-def _is_plain(kind: type) -> bool:
-    """Whether a class of tensors leaves all functions and operators to torch."""
-    functions = kind.__dict__.get("__torch_function__") or getattr(kind, "__torch_function__", None)
-    is_plain = (
-        getattr(functions, "__func__", functions)
-        in (
-            getattr(Tensor.__torch_function__, "__func__", Tensor.__torch_function__),
-            torch._C._disabled_torch_function_impl,
-        )
-        and getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__
-    )
-    if is_plain:
-        _PLAIN_TYPES.add(kind)
-    return is_plain
 
 
 def _shape_of(tensor: Tensor) -> tuple[int, ...]:
