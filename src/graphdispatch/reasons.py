@@ -87,7 +87,10 @@ class Reason(Explained):
     ARGUMENTS_CHANGED = "arguments_changed", "the arguments do not match those that this graph was captured with"
 
     STATE_TOO_LARGE = "state_too_large", "the state that the call writes is too large to save; raise state_limit_bytes"
-    STATE_SHARED = "state_shared", "other threads run callables that share its state, and did not end in time"
+    STATE_SHARED = (
+        "state_shared",
+        "other threads, or what this call interrupts, work on callables that share its state, and did not end in time",
+    )
     STATE_REBOUND = (
         "state_rebound",
         "the call changes Python state (an attribute, variable or entry); it must keep it in tensors",

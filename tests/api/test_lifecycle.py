@@ -189,6 +189,28 @@ def test_a_callable_may_invalidate_its_own_graph() -> None:
     assert check_rows(step, 4, 4, fn=double) == [Reason.CAPTURED_NOW, Reason.EXACT]
 
 
+def test_a_call_that_interrupts_the_work_on_graphs_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finalizer, or the handler of a signal, calls with new arguments while stale graphs are released."""
+    model = torch.nn.Linear(3, 3)
+    step = gd.graphed(lambda x, k: model(x) * k, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    retire, x = step._graph_cache.retire, torch.ones(4, 3)
+    for _ in range(3):
+        step(x, 1.0)
+    found = []
+
+    def interrupted(*args: Any) -> Any:
+        found.append((step(x, 2.0), step.last_decision.reason))
+        return retire(*args)
+
+    model.weight.data = model.weight.data * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(step._graph_cache, "retire", interrupted)
+        assert torch.equal(step(x, 1.0), model(x))
+    assert [reason for _, reason in found] == [Reason.STATE_SHARED]
+    assert torch.equal(found[0][0], model(x) * 2)
+    step.check_integrity()
+
+
 def test_a_call_that_looks_at_the_guard_while_graphs_are_put_to_sleep_is_served() -> None:
     """It asks for gradients without a lock, and another thread may forget the guard at that moment."""
     step = make(double)

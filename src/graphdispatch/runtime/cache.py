@@ -180,9 +180,7 @@ class GraphCache:
             return self._pop([Victim(self, one, reason) for one in self if one is entry])
 
     def _pop(self, victims: list[Victim]) -> list[Victim]:
-        for victim in victims:
-            del self._entries[victim.entry]
-        return victims
+        return [victim for victim in victims if self._entries.pop(victim.entry, victim) is None]
 
     def _is_small(self, kept: Iterable[CUDAGraphEntry], more: int = 0) -> bool:
         return self.max_bytes is None or bytes_of(kept) + more <= self.max_bytes

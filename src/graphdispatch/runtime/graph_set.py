@@ -62,6 +62,7 @@ class GraphSet:
         self.cache = cache
         self.stats = cache.stats
         self.groups: dict[Hashable, GraphGroup] = {}
+        """Read as a list: a finalizer or the handler of a signal may call this set within a loop."""
         self.judges_gain = False
         """Whether batches that eager runs faster than their graph run eagerly; else nothing is timed for that."""
         self.ranks: Ranks | None = None
@@ -82,12 +83,12 @@ class GraphSet:
         cache.sets[id(self)] = self
 
     def _num_replays(self) -> int:
-        return sum(group.num_replays for group in self.groups.values())
+        return sum(group.num_replays for group in list(self.groups.values()))
 
     def _saved_s(self) -> float:
         """The seconds that the present graphs have saved so far, if all batches are filled alike."""
         fill = 1.0 - self.stats.padding_ratio
-        judged = ((group.gain, group.all_entries) for group in self.groups.values() if group.gain is not None)
+        judged = ((group.gain, group.all_entries) for group in list(self.groups.values()) if group.gain is not None)
         return sum(gain.saved_s(entries, fill) for gain, entries in judged)
 
     def present_guard(self, *, by_names: bool = False) -> Guard:
@@ -164,7 +165,7 @@ class GraphSet:
     def owned(self) -> list[GraphGroup]:
         """The groups that are not around a graph of somebody else. They count for ``max_groups``; one more while a new
         one waits for its second call."""
-        return [group for group in self.groups.values() if group.route.entry is None]
+        return [group for group in list(self.groups.values()) if group.route.entry is None]
 
     def forget(self, group: GraphGroup) -> None:
         """Let go of a group, with its graphs and static inputs."""
@@ -383,7 +384,7 @@ class GraphSet:
         """
         with self.lock:
             for victim in victims:
-                for group in self.groups.values():
+                for group in list(self.groups.values()):
                     group.drop(victim.entry)
                 victim.release()
             if victims:
@@ -422,7 +423,7 @@ class GraphSet:
         """
         self.drop_released()
         guards = set[Guard]()
-        for group in self.groups.values():
+        for group in list(self.groups.values()):
             for entry in group.all_entries:
                 if group.route.entry is None and entry.workspaces is not None and not entry.workspaces.holds():
                     self.release(self.cache.retire(entry, EvictionReason.STALE))
@@ -455,7 +456,9 @@ class GraphSet:
     def drop_released(self) -> None:
         """Forget the entries that another owner of the cache has released, and free the static inputs that only they
         read."""
-        gone = [(group, entry) for group in self.groups.values() for entry in group.all_entries if entry.is_released]
+        gone = [
+            (group, entry) for group in list(self.groups.values()) for entry in group.all_entries if entry.is_released
+        ]
         for group, entry in gone:
             group.drop(entry)
         if gone:
@@ -466,7 +469,7 @@ class GraphSet:
         for entry in self.entries():
             if entry.guard is guard:
                 entry.guard_by(renewed)
-        for group in self.groups.values():
+        for group in list(self.groups.values()):
             group.hits.clear()
 
     def entries(self) -> list[CUDAGraphEntry]:
@@ -480,7 +483,7 @@ class GraphSet:
         with self.lock:
             if self.cache.is_asleep and self.cache.backend is not None:
                 self.cache.backend.synchronize()
-            for group in self.groups.values():
+            for group in list(self.groups.values()):
                 group.failures.clear()
                 group.hits.clear()
             self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason)])

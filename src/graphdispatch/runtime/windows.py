@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -108,7 +108,10 @@ class Windows:
 
     def taking(self, lock: Any) -> AbstractContextManager[bool]:
         """A block with a lock that captures are made with; False, and no lock, if the calling thread may not wait long
-        for it: a run of it is under way, for which the capture that holds the lock may wait."""
+        for it: a run of it is under way, for which the capture that holds the lock may wait. It waits not at all for
+        itself: a finalizer or the handler of a signal has interrupted what it does with the lock."""
+        if lock._is_owned():
+            return nullcontext(enter_result=False)
         here = threading.get_ident()
         is_inner = bool(self._runs) and any(thread == here for thread, _ in list(self._runs.values()))
         taken: AbstractContextManager[bool] = _Briefly(lock) if is_inner else lock
