@@ -68,6 +68,7 @@ PARTS = {
     "compiled": bench("compiled", 45),
     "capture": bench("capture", 45, "--no-compile"),
     "overhead": bench("overhead", 40),
+    "copies": bench("copies", 30, "--no-compile"),
     # Alone, since some of them measure the device's memory.
     "tests": Part(90, (*PYTEST, *GPU_ALONE)),
     "parallel": Part(100, (*PYTEST, "-n", "6", *CONFORMANCE, "tests/gpu/test_unseen_kernels.py")),

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from . import adaptive, capture, compiled, decode, fields, generate, overhead
+from . import adaptive, capture, compiled, copies, decode, fields, generate, overhead
 from .bars import Outcome, Row, judge
 from .bench import Bench
 from .report import earlier, save, table, where
@@ -33,6 +33,7 @@ _SECTIONS: dict[str, Any] = {
     "compiled": compiled,
     "capture": capture,
     "overhead": overhead,
+    "copies": copies,
     "fields": fields,
     "adaptive": adaptive,
 }
@@ -42,6 +43,7 @@ _LIMITS_S = {
     "compiled": (10, 60),
     "capture": (45, 120),
     "overhead": (30, 60),
+    "copies": (30, 0),
     "fields": (35, 150),
     "adaptive": (40, 0),
 }

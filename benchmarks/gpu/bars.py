@@ -128,6 +128,17 @@ def _overhead() -> Iterator[Bar]:
     yield Bar(f"{_CALL}, beside torch.compile", "torch.compile reduce-overhead", "host_us")
 
 
+def _copies() -> Iterator[Bar]:
+    kernel = "graphed(), two launches"
+    yield Bar(_CALL, kernel, "host_us", most=14.0, aim=12.0)
+    yield Bar("random batches", kernel, "wrong", most=0.0)
+    yield Bar("random batches", kernel, "cases", least=100.0)
+    for side in ("graphed()", "bare replay", "bare replay, copies in and out", "new tensor for the output"):
+        yield Bar(_CALL, side, "host_us")
+    for side in ("graphed()", kernel):
+        yield Bar(f"{_CALL}, each second batch padded", side, "host_us")
+
+
 BARS: Mapping[str, tuple[Bar, ...]] = {
     "generate": tuple(_generate()),
     "decode": tuple(_decode()),
@@ -143,6 +154,7 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
         Bar(f"{_CAPTURE}, then batches of 512 sizes", "graphed()", "comparisons", most=0.0),
     ),
     "overhead": tuple(_overhead()),
+    "copies": tuple(_copies()),
     "fields": (Bar("*", "graphed()", "difference", most=_FARTHEST),),
     "adaptive": (Bar("*", "adaptive", "over_oracle"),),
 }

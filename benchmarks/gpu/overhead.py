@@ -1,6 +1,6 @@
 """What a call costs when the work is next to nothing: bare replays, front doors and peers, by inputs and parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from .bench import Bench, Call, Figures, Row, Timing, interleaved
 from .peers import compiled, cuda_peers, raw_graph
 
-__all__ = ["TITLE", "Sum", "run"]
+__all__ = ["TITLE", "Case", "Sum", "run"]
 
 TITLE = "Overhead of a call (a row of 64 columns; host: until the call returns; device: from first to last kernel)"
 _WIDTH, _SETS = 64, 4
@@ -48,35 +48,38 @@ class Sum(nn.Module):
         return total
 
 
-def _batch(inputs: int, device: torch.device) -> tuple[Tensor, ...]:
-    numbers = (torch.randint(-8, 8, (1, _WIDTH), device=device) for _ in range(inputs))
+def _batch(inputs: int, rows: int, device: torch.device) -> tuple[Tensor, ...]:
+    numbers = (torch.randint(-8, 8, (rows, _WIDTH), device=device) for _ in range(inputs))
     return tuple(number.to(_DTYPES[place % len(_DTYPES)]) for place, number in enumerate(numbers))
 
 
-class _Case:
-    """A model and inputs for it, and how to make each side's calls; each call is made once, so that it works."""
+class Case:
+    """A model and inputs for it, in batches of so many rows in turn, and how to make each side's calls.
 
-    def __init__(self, bench: Bench, inputs: int, parameters: int) -> None:
+    Each call is made once, so that it works.
+    """
+
+    def __init__(self, bench: Bench, inputs: int, parameters: int, rows: Sequence[int] = (1,)) -> None:
         self.name = f"{inputs} inputs, {parameters} parameters"
         self._bench, self._parameters = bench, parameters
         self._model = Sum(parameters, bench.device).eval()
-        self._sets = [_batch(inputs, bench.device) for _ in range(_SETS)]
+        self._sets = [_batch(inputs, rows[number % len(rows)], bench.device) for number in range(_SETS)]
         self._static = tuple(x.clone() for x in self._sets[0])
-        self._graph, self._output = raw_graph(bench, self._model, self._static)
+        self.graph, self.output = raw_graph(bench, self._model, self._static)
 
     def sides(self) -> dict[str, list[Call]]:
         """All sides but the compiled one."""
         model, sets = self._model, self._sets
         makers: dict[str, Callable[[], list[Call]]] = {
             "eager": lambda: [partial(model, *args) for args in sets],
-            _BARE: lambda: [self._graph.replay],
-            "bare replay, copies in and out": lambda: [partial(self._by_hand, *args) for args in sets],
+            _BARE: lambda: [self.graph.replay],
+            "bare replay, copies in and out": self.by_hand,
             _STATIC: lambda: _wrapper(
                 model, [tuple(x.clone() for x in sets[0])], CUDAGraphOptions(inputs="static", outputs="static")
             ),
             "CUDAGraphWrapper, copies": lambda: _wrapper(model, sets, CUDAGraphOptions()),
-            _GRAPHED: lambda: self._graphed(1),
-            "graphed(), a row of padding": lambda: self._graphed(2),
+            _GRAPHED: lambda: self.graphed(1),
+            "graphed(), a row of padding": lambda: self.graphed(2),
         }
         if self._bench.device.type == "cuda":
             for name, make in cuda_peers(model, tuple(x.clone() for x in sets[0])).items():
@@ -87,8 +90,8 @@ class _Case:
         """The compiled side, and those that it is compared with."""
         return self._made(
             {
-                _BARE: lambda: [self._graph.replay],
-                _GRAPHED: lambda: self._graphed(1),
+                _BARE: lambda: [self.graph.replay],
+                _GRAPHED: lambda: self.graphed(1),
                 _COMPILED: lambda: self._called(compiled(self._model)),
             }
         )
@@ -103,12 +106,18 @@ class _Case:
             torch.testing.assert_close(got, expected)
         return [partial(fn, *args) for args in self._sets]
 
-    def _by_hand(self, *args: Tensor) -> Tensor:
-        torch._foreach_copy_(self._static, args)
-        self._graph.replay()
-        return self._output.clone()
+    def by_hand(self) -> list[Call]:
+        """The bare graph between copies."""
 
-    def _graphed(self, size: int) -> list[Call]:
+        def call(*args: Tensor) -> Tensor:
+            torch._foreach_copy_(self._static, args)
+            self.graph.replay()
+            return self.output.clone()
+
+        return [partial(call, *args) for args in self._sets]
+
+    def graphed(self, size: int) -> list[Call]:
+        """By graphs of one size."""
         names = [f"inputs[{number}]" for number in range(len(self._static))]
         step = graphed(self._model, dynamic=dict.fromkeys(names, 0), sizes=(size,))
         step.prewarm(*(x.expand(size, -1).contiguous() for x in self._static))
@@ -124,7 +133,7 @@ class _Case:
 
 def run(bench: Bench) -> None:
     """The first case; the others without ``torch.compile``; then, while there is time, these beside it."""
-    cases = [_Case(bench, *sizes) for sizes in (_CASES[:2] if bench.quick else _CASES)]
+    cases = [Case(bench, *sizes) for sizes in (_CASES[:2] if bench.quick else _CASES)]
     for case in cases:
         if bench.has_time(5, case.name):
             _measure(bench, case, case.sides())
@@ -134,12 +143,12 @@ def run(bench: Bench) -> None:
         _measure_compiled(bench, case)
 
 
-def _measure_compiled(bench: Bench, case: _Case) -> None:
+def _measure_compiled(bench: Bench, case: Case) -> None:
     if bench.has_time(_COMPILE_SECONDS, f"{case.name}, beside torch.compile"):
         _measure(bench, case, case.compiled_sides())
 
 
-def _measure(bench: Bench, case: _Case, sides: Mapping[str, list[Call]]) -> None:
+def _measure(bench: Bench, case: Case, sides: Mapping[str, list[Call]]) -> None:
     timings = interleaved(bench, sides)
     beside = ", beside torch.compile" if _COMPILED in sides else ""
     for side, timing in timings.items():

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
-__all__ = ["DEVICE", "delays", "fail_after", "held", "limit_memory", "lose", "pool_bytes", "recover"]
+from graphdispatch.backends.base import CopyKernel
+
+__all__ = ["DEVICE", "copy_kernel", "delays", "fail_after", "held", "limit_memory", "lose", "pool_bytes", "recover"]
 
 HERE = Path(__file__).resolve().parent
-SOURCES = [HERE / name for name in ("runtime.cpp", "memory.cpp", "device.cpp", "operators.cpp")]
+SOURCES = [HERE / name for name in ("runtime.cpp", "memory.cpp", "device.cpp", "operators.cpp", "copies.cpp")]
 FAULTS = ("allocation", "launch", "kernel")
 NAME = "queued"
 MOST_POOLS = 1000
@@ -135,6 +137,20 @@ def held(stream: torch.Stream) -> Iterator[None]:
 def limit_memory(nbytes: int = 1 << 30) -> None:
     """Let the device have so much memory."""
     LIBRARY.queued_limit(nbytes)
+
+
+def copy_kernel() -> CopyKernel:
+    """What copies and pads all inputs of a hit, on the first thread that has it."""
+    context = ctypes.c_void_p()
+    LIBRARY.queued_context(ctypes.byref(context))
+    functions = (ctypes.cast(one, ctypes.c_void_p).value for one in (LIBRARY.queued_launch, LIBRARY.queued_context))
+    launch, current = (address or 0 for address in functions)
+    return CopyKernel(launch, current, 0, context.value or 0, give_outputs)
+
+
+def give_outputs(places: torch.Tensor, blocks: int, outputs: int) -> None:
+    """Put the outputs of a graph where they are wanted, on the current stream."""
+    LIBRARY.queued_give(ctypes.c_void_p(places.data_ptr()), blocks, outputs)
 
 
 def memory_snapshot() -> list[dict[str, Any]]:

@@ -10,5 +10,5 @@ fi
 mkdir -p "$2"
 echo 'libcudart.so.13 { global: *; };' >"$2/versions"
 g++ -std=c++17 -O1 -w -fPIC -shared -I"$site/nvidia/cu13/include" -I"$site/triton/backends/nvidia/include" \
-	-Wl,-soname,libcudart.so.13 -Wl,--version-script="$2/versions" "$here/cudart.cpp" -lpthread -o "$2/libcudart.so.13"
+	-Wl,-soname,libcudart.so.13 -Wl,--version-script="$2/versions" "$here/cudart.cpp" "$here/kernels.cpp" -lpthread -o "$2/libcudart.so.13"
 ln -sf libcudart.so.13 "$2/libcuda.so.1"

@@ -12,13 +12,13 @@ import torch
 
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the source distribution")
 
-from benchmarks.gpu import adaptive, capture, compiled, decode, fields, generate, overhead
+from benchmarks.gpu import adaptive, capture, compiled, copies, decode, fields, generate, overhead
 from benchmarks.gpu.bars import BARS
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.report import earlier, save, where
 
 ROOT = Path(__file__).resolve().parents[2]
-SECTIONS = (generate, decode, compiled, capture, overhead, fields, adaptive)
+SECTIONS = (generate, decode, compiled, capture, overhead, copies, fields, adaptive)
 
 
 NEEDS_MORE = (
@@ -26,6 +26,7 @@ NEEDS_MORE = (
     "static cache, compiled",
     "tensordict CudaGraphModule",
     "torch.compile reduce-overhead",
+    "graphed(), two launches",
 )
 """Sides that only ``torch.compile`` or CUDA has."""
 

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Self, TypeAlias, final
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, final
 from weakref import WeakValueDictionary
 
 import torch
@@ -127,8 +127,8 @@ class Pool(Shared, ABC):
         self.replaying_on: int | None = None
         """The identifier of the thread that runs a replay, copies included; None if there is none."""
         self.inputs: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        """By ``id``, the static inputs that graphs of the pool read: their ``buffers`` are used on the streams of
-        replays. Another thread may add some while ``valuerefs`` is read, which is a list."""
+        """By ``id``, the static inputs and the outlets that graphs of the pool read: their ``buffers`` are used on the
+        streams of replays. Another thread may add some while ``valuerefs`` is read, which is a list."""
         renew_in_child(self)
 
     def after_fork(self) -> None:
@@ -181,6 +181,8 @@ class Pool(Shared, ABC):
 class Graph(NotCopied, ABC):
     """Recorded work. A replay runs it again, on the same memory, as one launch."""
 
+    outlet: Any = None
+    """Where a hit notes whereto the graph puts outputs (``accelerator/outlet.py``); None where torch clones them."""
     is_unchanged: Callable[[], bool] | None = None
     """Whether what Python read at the capture is as it was; set where a break of the graph may change that."""
 
@@ -320,6 +322,23 @@ class _Watch(threading.local):
         """Whether the thread's work is recorded, where the backend's ``is_capturing`` reads that (``done_by_core``)."""
 
 
+class CopyKernel(NamedTuple):
+    """A kernel that copies and pads all inputs of a hit at once (``copies.cu``), as addresses for the core; and one
+    that graphs end with, which puts their outputs where a hit wants them."""
+
+    launch: int
+    """The function that launches it on a stream, with the arguments and the result of ``cuLaunchKernel``."""
+    current: int
+    """The function that tells the calling thread's context, as ``cuCtxGetCurrent``."""
+    function: int
+    """The kernel, for ``launch``."""
+    context: int
+    """The context that it belongs to: on a thread with another one torch copies."""
+    give: Callable[[torch.Tensor, int, int], Any]
+    """Launches the other kernel on the current stream, given the places that it reads, how many blocks there are for
+    each output, and how many outputs."""
+
+
 class Backend(Shared, ABC):
     """Capture, replay, streams, events and memory of one device.
 
@@ -340,6 +359,9 @@ class Backend(Shared, ABC):
         "not enough memory": MEMORY,
     }
     """What texts of errors mean, in lower case: the first that occurs decides. A device adds those of its runtime."""
+    copy_kernel: CopyKernel | None = None
+    """What copies the inputs and outputs of a hit, as far as they are dense memory of the device; None: torch does. Its
+    pools have the address of the current stream in ``_last_raw`` after ``order_after_last_use``."""
     clock = staticmethod(time.perf_counter)
     """What captures, eager runs and replays are timed by, in seconds, where work is waited for."""
 

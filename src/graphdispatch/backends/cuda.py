@@ -24,10 +24,22 @@ Note [the segments of all pools]
     ``memory_snapshot(mempool_id=...)`` of torch drops references to the handle's numbers that it never took
     (https://github.com/pytorch/pytorch/pull/196366). A number above 256 is then freed while it is in use, and the
     process crashes at some later allocation. We read the segments of all pools and choose ours.
+
+Note [a hit in two launches]
+    torch copies the inputs of a call by a launch for each dtype, pads each by another one, and clones each output by a
+    third. ``copies.cu`` has one kernel for all inputs, which the core launches by the driver's own function, and one
+    for all outputs, which graphs end with (``accelerator/outlet.py``). They have not been measured on a device yet, and
+    so they are off: ``GRAPHDISPATCH_COPY_KERNEL=1`` in the environment, when a pool is made, turns them on. Torch still
+    copies whatever is not dense memory of the device, more tensors than they take, and for pad functions of the user's.
 """
 
 import contextlib
+import ctypes
+import os
+import warnings
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +47,7 @@ import torch
 from ..errors import BackendError
 from .accelerator.backend import AcceleratorBackend
 from .accelerator.pool import AcceleratorPool, Handle
-from .base import Event, Stream
+from .base import CopyKernel, Event, Pool, Stream
 from .diagnosis import LOST, MEMORY, unsafe
 
 _SPOILT = unsafe("an earlier operation could not be captured and its own error was swallowed; let that error through")
@@ -146,6 +158,12 @@ class CUDABackend(AcceleratorBackend):
         """The device's free bytes, and all."""
         return torch.cuda.mem_get_info(self.device)
 
+    def make_pool(self) -> Pool:
+        """A new, empty pool; it takes no memory before the first capture."""
+        if self.copy_kernel is None and os.environ.get("GRAPHDISPATCH_COPY_KERNEL") == "1":
+            self.copy_kernel = _compile_copies(self.device)
+        return super().make_pool()
+
     def prepare_capture(self) -> None:
         """Forget the workspaces, and make room."""
         torch._C._cuda_clearCublasWorkspaces()  # Note [cuBLAS workspaces]
@@ -195,6 +213,30 @@ def _make_room(device: torch.device) -> None:
     allowed = torch.cuda.get_per_process_memory_fraction(device) * total
     if reserved - torch.cuda.memory_allocated(device) > min(free, allowed - reserved):
         torch.cuda.empty_cache()
+
+
+def _compile_copies(device: torch.device) -> CopyKernel | None:
+    """The kernels of Note [a hit in two launches]; None with a warning where they cannot be had."""
+    try:
+        with torch.cuda.device(device):
+            source = Path(__file__).with_name("copies.cu").read_text(encoding="utf-8")
+            kernel, last = (torch.cuda._compile_kernel(source, name) for name in ("copy_inputs", "give_outputs"))
+            driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+            driver.cuCtxGetCurrent(ctypes.byref(context))
+    except (AttributeError, ImportError, OSError, RuntimeError) as error:
+        warnings.warn(
+            f"torch copies the inputs of graphs on {device}, since the kernels of GRAPHDISPATCH_COPY_KERNEL=1 cannot "
+            f"be compiled: {error}",
+            stacklevel=2,
+        )
+        return None
+    launch, current = (ctypes.cast(f, ctypes.c_void_p).value for f in (driver.cuLaunchKernel, driver.cuCtxGetCurrent))
+    give = partial(_give, last)
+    return CopyKernel(launch or 0, current or 0, kernel.func.value, context.value or 0, give)
+
+
+def _give(kernel: Any, places: torch.Tensor, blocks: int, outputs: int) -> None:
+    kernel((blocks, outputs, 1), (256, 1, 1), [places])
 
 
 def _refuse_forked(index: int) -> int:

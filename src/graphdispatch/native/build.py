@@ -23,6 +23,8 @@ if sys.platform != "win32":
 _HERE = Path(__file__).parent
 CORE_SOURCES = _HERE / "core"
 """The folder of the core's sources, which a wheel does not have."""
+_COPIES = _HERE.parent / "backends" / "copies.cu"
+"""What the core shares with a kernel of CUDA."""
 TAPE_SOURCES = _HERE / "tape"
 _CORE = _HERE / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
 
@@ -69,7 +71,7 @@ def compile_core(flags: Sequence[str] = ()) -> Path:
 def fingerprint() -> str:
     """What the core's sources are, as a hash: the extension keeps that of the sources it was compiled from."""
     files = sorted(path for path in CORE_SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
-    content = b"\0".join(part for path in files for part in (path.name.encode(), path.read_bytes()))
+    content = b"\0".join(part for path in (*files, _COPIES) for part in (path.name.encode(), path.read_bytes()))
     return hashlib.sha256(content).hexdigest()[:16]
 
 

@@ -136,6 +136,18 @@ class StaticInputs:
         targets = self._targets.get((rows, size)) or self._make_targets(rows, size)
         return targets, self._one_layout, self._follows_data
 
+    def paddings_on(self, device: torch.device) -> dict[int, bytes | None] | None:
+        """What a kernel of the device is to put behind the rows of each argument, in one layout, by its place: sixteen
+        bytes again and again, or None for copies of the last row. An argument that is not padded is left out; there is
+        none for any if a kernel cannot pad them all, or some are elsewhere."""
+        paddings: dict[int, bytes | None] = {}
+        for spec in self.specs:
+            for pad in (pad for pad in spec.pads if not pad.is_left):
+                if pad.runs_code or not (pad.repeats_rows or pad.fill is not None):
+                    return None
+                paddings[spec.position] = None if pad.fill is None else _sixteen_bytes(pad.fill, spec.dtype)
+        return paddings if all(spec.device == device for spec in self.specs) else None
+
     def real(self, index: int, rows: int, size: int) -> torch.Tensor:
         """The real rows of argument ``index`` (in ``specs``) as they lie in the buffer."""
         return self.specs[index].cut(self.views(size)[index], rows)
@@ -193,6 +205,12 @@ class StaticInputs:
             if extent < stop:
                 fills.append(pad.filler(part.narrow(dim, extent, stop - extent), part.narrow(dim, 0, extent), dim))
         return [fill for fill in fills if fill is not None]
+
+
+def _sixteen_bytes(fill: Any, dtype: torch.dtype) -> bytes:
+    """A value again and again, as a tensor has it in memory."""
+    tensor = torch.zeros(16 // dtype.itemsize, dtype=dtype, device="cpu").fill_(fill)
+    return bytes(tensor.view(torch.uint8).tolist())
 
 
 def _ordered_view(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:

@@ -20,6 +20,8 @@ from ...errors import CaptureError, GraphDispatchError, ReplayError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Capture, Graph
 from ..diagnosis import diagnose
+from ..operators import tensors_in
+from .outlet import Outlet
 from .pool import AcceleratorPool, end_recording
 
 if TYPE_CHECKING:
@@ -99,7 +101,16 @@ class AcceleratorCapture(Capture):
 
     def __init__(self, pool: AcceleratorPool) -> None:
         self._pool = pool
+        kernel = pool.backend.copy_kernel
+        self._outlet = None if kernel is None else Outlet(kernel, pool.device)
         self.resume()
+
+    def set_outputs(self, outputs: Any, *, shared: bool) -> None:
+        """As ``Capture.set_outputs``; the graph ends with the backend's kernel for outputs, if there is one."""
+        super().set_outputs(outputs, shared=shared)
+        if self._outlet is not None:
+            self._pool.backend.api.set_stream(self._stream)  # the user's code may have left another stream current
+            self._outlet.record(tensors_in(outputs))
 
     def resume(self) -> None:
         """Begin a recording. On failure, restore everything and raise ``CaptureError``, caused by its error."""
@@ -146,6 +157,9 @@ class AcceleratorCapture(Capture):
             self._end_on_own_stream()  # work on a wrong stream is found by the comparison
             nbytes = max(0, self._unaccounted_bytes() - self._before)  # before another thread captures
             self.graph = RecordedGraph(self._native, self._pool, nbytes)
+            if self._outlet is not None and self._outlet.addresses:
+                self._outlet.open()
+                self._pool.inputs[id(self._outlet)] = self.graph.outlet = self._outlet
             self._pool.hold_graph(self.graph)
         except BaseException as error:
             self._throw_away()

@@ -40,26 +40,30 @@ PyObject* try_clone(PyObject*, PyObject* tensor) {
 PyObject* clone(PyObject* tensor) {
   constexpr int64_t kMostBytes = 256 * 1024;
   if (shim.dispatch_mode() || shim.function_mode() || !is_plain_host(tensor)) return nullptr;
-  void *handle = handle_of(tensor), *made = nullptr, *source = nullptr, *target = nullptr;
-  bool is_contiguous = false;
-  int64_t dims = 0, numel = 0, *sizes = nullptr, *strides = nullptr;
-  if (shim.is_contiguous(handle, &is_contiguous) || !is_contiguous || shim.dim(handle, &dims) ||
-      shim.numel(handle, &numel) || shim.sizes(handle, &sizes) || shim.strides(handle, &strides) ||
-      shim.data_ptr(handle, &source)) {
-    return nullptr;
-  }
+  void *handle = handle_of(tensor), *source = nullptr, *target = nullptr;
+  int64_t numel = 0;
   int32_t dtype = 0;
-  shim.dtype(handle, &dtype);
+  if (shim.numel(handle, &numel) || shim.data_ptr(handle, &source) || shim.dtype(handle, &dtype)) return nullptr;
   const int64_t nbytes = numel * static_cast<int64_t>(shim.element_size(dtype));
   if (nbytes > kMostBytes || (nbytes && !source)) return nullptr;
-  constexpr int32_t kHost = 0;
-  if (shim.empty(dims, sizes, strides, dtype, kHost, 0, &made)) return nullptr;
-  PyObject* result = nullptr;
-  if (!shim.data_ptr(made, &target) && (target || !nbytes)) {
-    if (nbytes) std::memcpy(target, source, static_cast<size_t>(nbytes));
-    result = shim.wrap(made);
-    if (!result) PyErr_Clear();
+  PyObject* result = empty_like(tensor, &target);
+  if (result && nbytes) std::memcpy(target, source, static_cast<size_t>(nbytes));
+  return result;
+}
+
+PyObject* empty_like(PyObject* tensor, void** data) {
+  void *handle = handle_of(tensor), *made = nullptr;
+  bool is_contiguous = false;
+  int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
+  int32_t dtype = 0, type = 0, index = 0;
+  if (shim.is_contiguous(handle, &is_contiguous) || !is_contiguous || shim.dim(handle, &dims) ||
+      shim.sizes(handle, &sizes) || shim.strides(handle, &strides) || shim.dtype(handle, &dtype) ||
+      shim.device_type(handle, &type) || shim.device_index(handle, &index) ||
+      shim.empty(dims, sizes, strides, dtype, type, index, &made)) {
+    return nullptr;
   }
+  PyObject* result = shim.data_ptr(made, data) ? nullptr : shim.wrap(made);
+  if (!result) PyErr_Clear();
   shim.drop(made);
   return result;
 }

@@ -22,6 +22,10 @@ inline bool needs_gradient(PyObject* tensor) { return shim.requires_grad(impl_of
 // where torch has to do it, as wherever somebody watches operators; then no error is set.
 PyObject* clone(PyObject* tensor);
 
+// A new tensor like a contiguous one, with any values, and its address: a new reference; null without an error if that
+// cannot be.
+PyObject* empty_like(PyObject* tensor, void** data);
+
 // The dispatch keys of a tensor.
 inline uint64_t keys_of(PyObject* tensor) {
   const char* words = static_cast<const char*>(impl_of(tensor)) + layout.extents;

@@ -20,7 +20,8 @@ namespace gd {
   NAME(spans) NAME(_is_done_by_core) NAME(tape) \
   NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_route) NAME(__call__) \
   NAME(__getattribute__) NAME(is_flat) NAME(serve_in_range) NAME(stay_eager) NAME(serve_unmatched) \
-  NAME(reasons) NAME(_rows_of_eager) NAME(record_eager) NAME(cells)
+  NAME(reasons) NAME(_rows_of_eager) NAME(record_eager) NAME(cells) NAME(copy_kernel) \
+  NAME(device) NAME(paddings_on) NAME(_last_raw) NAME(outlet) NAME(addresses) NAME(wanted)
 // clang-format on
 
 struct Names {

@@ -1,8 +1,9 @@
 #include "plan.h"
 
+#include <algorithm>
 #include <cmath>
 
-#include "ambient.h"
+#include "copy_kernel.h"
 
 namespace gd {
 
@@ -96,7 +97,7 @@ bool prepare(PlanObject* self) {
   self->is_prepared = true;
   if (!one_layout) return true;  // Python loads
   self->follows_data = follows_data;
-  self->copies_bytes = true;
+  bool is_host = true, is_dense = true;
   size_t total = 0;
   for (Py_ssize_t group = 0; group < PyList_GET_SIZE(targets); ++group) {
     PyObject *tensors, *places;
@@ -105,9 +106,9 @@ bool prepare(PlanObject* self) {
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
       PyObject* target = PyList_GET_ITEM(tensors, i);
-      Copy copy{PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i)), 0, 0, 0, nullptr, {}};
+      Copy copy{PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i)), 0, 0, keys_of(target), 0, nullptr, {}};
       bool is_contiguous = false;
-      if (is_plain_tensor(target) && is_plain_host(target)) {
+      if (is_plain_tensor(target) && copy.keys) {
         void* handle = handle_of(target);
         const Ref nbytes(PyObject_GetAttrString(target, "nbytes"));
         if (!nbytes) return false;
@@ -119,28 +120,16 @@ bool prepare(PlanObject* self) {
         }
       }
       total += copy.nbytes;
-      self->copies_bytes = self->copies_bytes && is_contiguous && total <= kMostBytes;
+      is_host = is_host && is_plain_host(target);
+      is_dense = is_dense && is_contiguous;
       self->copies->push_back(copy);
     }
   }
   if (PyErr_Occurred()) return false;
+  self->copies_bytes = is_dense && is_host && total <= kMostBytes;
+  if (is_dense && !is_host && !CopyKernel::take(self)) return false;
   self->targets = Py_NewRef(targets);
   return true;
-}
-
-// The bytes of a tensor that a copy may read; null if torch has to copy it.
-void* bytes_of(Copy& copy, PyObject* tensor) {
-  if (!is_plain_tensor(tensor) || !is_plain_host(tensor)) return nullptr;
-  void* handle = handle_of(tensor);
-  int64_t numel = -1;
-  bool is_contiguous = false;
-  void* data = nullptr;
-  if (!copy.seen.is_of(tensor)) {
-    if (shim.numel(handle, &numel) || numel != copy.numel || kind_of(handle) != copy.kind) return nullptr;
-    if (shim.is_contiguous(handle, &is_contiguous) || !is_contiguous) return nullptr;
-    copy.seen.take(tensor);
-  }
-  return shim.data_ptr(handle, &data) ? nullptr : data;
 }
 
 bool copy_by_torch(PlanObject* self, const Values& values) {
@@ -197,6 +186,11 @@ bool load(PlanObject* self, Values& values) {
     clean_from = self->rows;
     if (!clean_from_of.put(self->inputs, self->rows_object)) return false;
   }
+  const int is_done = self->kernel ? self->kernel->load(self, values, clean_from) : 0;
+  if (is_done) {
+    const bool is_padded = self->rows < std::min(self->size, clean_from);
+    return is_done > 0 && (!is_padded || clean_from_of.put(self->inputs, self->rows_object));
+  }
   if (!copy_in(self, values)) return false;
   if (self->rows < self->size && (self->follows_data || self->rows < clean_from)) {
     PyObject* args[] = {self->inputs, self->rows_object, size.get()};
@@ -209,6 +203,8 @@ bool load(PlanObject* self, Values& values) {
 PyObject* give(PlanObject* self, Py_ssize_t i) {
   PyObject* tensor = PyTuple_GET_ITEM(self->parts, i);
   if (PyTuple_GET_ITEM(self->is_own, i) != Py_True) return Py_NewRef(tensor);
+  PyObject* filled = self->kernel ? self->kernel->output(i) : nullptr;
+  if (filled) return filled;
   PyObject* made = is_plain_tensor(tensor) ? (*self->output_copies)[i].copy_of(tensor) : nullptr;
   return made ? made : call(tensor, names.clone);
 }
@@ -296,6 +292,7 @@ PyObject* replay_all(PlanObject* self, Values& values, PyObject* stats, PyObject
   const bool is_replayed = is_loaded && replay(self, graph);
   Ref result(is_replayed ? take(self, values) : nullptr);
   if (!result) {
+    if (self->kernel) self->kernel->forget_outputs(!is_replayed);
     fail(self, values, is_replayed ? "take" : is_loaded ? "run" : "load");
     return nullptr;
   }
@@ -428,6 +425,20 @@ PyMethodDef plan_methods[] = {
      "record_eager(stats, reason, rows)\n--\n\nWhat the statistics' method of this name does."},
     {nullptr, nullptr, 0, nullptr},
 };
+
+void* bytes_of(Copy& copy, PyObject* tensor) {
+  if (!is_plain_tensor(tensor) || !are_alike(keys_of(tensor), copy.keys)) return nullptr;
+  void* handle = handle_of(tensor);
+  int64_t numel = -1;
+  bool is_contiguous = false;
+  void* data = nullptr;
+  if (!copy.seen.is_of(tensor)) {
+    if (shim.numel(handle, &numel) || numel != copy.numel || kind_of(handle) != copy.kind) return nullptr;
+    if (shim.is_contiguous(handle, &is_contiguous) || !is_contiguous) return nullptr;
+    copy.seen.take(tensor);
+  }
+  return shim.data_ptr(handle, &data) ? nullptr : data;
+}
 
 int may_run(PlanObject* self, Values& values, PyObject* per_call) {
   PyObject* entry = self->entry;

@@ -30,10 +30,13 @@ class Values {
 struct Copy {
   Py_ssize_t position;
   int64_t kind, numel;
+  uint64_t keys;  // the dispatch keys of a dense tensor there
   size_t nbytes;
   void* data;
   Look seen;  // of the latest source that could be
 };
+
+class CopyKernel;
 
 // What a hit adds to one of the counters that facts.counted_by_hits names.
 struct Amount {
@@ -62,11 +65,15 @@ struct PlanObject {
   int64_t cells;  // by which statistics count the batch
   bool is_prepared, is_tuple, follows_data, copies_bytes;
   std::vector<Copy>* copies;
+  CopyKernel* kernel;  // null where torch copies what the core does not
   std::vector<Amount>* amounts;
   std::vector<OutputCopies>* output_copies;  // of each output
 };
 
 extern PyTypeObject* plan_type;
+
+// The bytes of a tensor that a copy may read; null if torch has to copy it.
+void* bytes_of(Copy& copy, PyObject* tensor);
 
 // Whether nothing stands against a hit but the guard and gradients: 1, 0, or -1 with an error. ``per_call`` is what the
 // hit must look at in each call, or None.

@@ -1,5 +1,5 @@
 // How a plan is made, and how it is collected.
-#include "plan.h"
+#include "copy_kernel.h"
 
 namespace gd {
 
@@ -110,6 +110,7 @@ void destroy(PyObject* object) {
   PyObject_GC_UnTrack(object);
   clear(object);
   delete reinterpret_cast<PlanObject*>(object)->copies;
+  delete reinterpret_cast<PlanObject*>(object)->kernel;
   delete reinterpret_cast<PlanObject*>(object)->amounts;
   delete reinterpret_cast<PlanObject*>(object)->output_copies;
   type->tp_free(object);
