@@ -151,6 +151,8 @@ def prewarm(
             group.example = resized(group.inputs, leaves, pack(axes, [2, *lengths_of(axes, rows)[1:]]))
         lacking = [size for size in wanted if group.current(size) is None]
         left_out = dict.fromkeys(lacking, (Reason.CACHE_FULL.text, Reason.CACHE_FULL)) | run.left_out
+        if lacking == wanted:
+            _say_why_none(server, left_out.values())
         present = filter(None, map(group.current, wanted))
         return PrewarmReport(
             {mode: tuple(size for size in missing if size not in lacking)},
@@ -160,6 +162,12 @@ def prewarm(
             {(mode, size): reason for size, (_, reason) in left_out.items() if reason is not None},
             next((detail or reason.text for reason, detail in group.against_padding(present)), ""),
         )
+
+
+def _say_why_none(server: Server, left_out: Iterable[tuple[str, Reason | None]]) -> None:
+    """Say aloud why no size has a graph, unless the time that the user gave was used up."""
+    for why in [why for why, reason in left_out if reason is not None][:1]:
+        _log.warning("%s: prewarm captured no graph, and calls run eagerly: %s", callable_name(server.fn), why)
 
 
 class _Prewarm:
