@@ -67,8 +67,8 @@ class ReplayError(GraphDispatchError, RuntimeError):
     """A graph could not be replayed: it was released, the device refused it, or a break changed since its capture.
 
     Attributes:
-        had_effects: Whether the step already wrote memory that the caller can see, so that it is not run again. If it
-            is false, nothing happened.
+        had_effects: Whether the step already wrote memory that the caller can see, or ran a break, which may have done
+            anything; so it is not run again. If it is false, nothing happened.
     """
 
     had_effects: bool = False

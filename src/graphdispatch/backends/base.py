@@ -185,6 +185,8 @@ class Graph(NotCopied, ABC):
     """Where a hit notes whereto the graph puts outputs (``accelerator/outlet.py``); None where torch clones them."""
     is_unchanged: Callable[[], bool] | None = None
     """Whether what Python read at the capture is as it was; set where a break of the graph may change that."""
+    runs_code = False
+    """Whether a replay runs Python of the user's, of which nobody knows what it did where the replay fails."""
 
     @abstractmethod
     def replay(self) -> None:

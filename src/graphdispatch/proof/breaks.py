@@ -86,6 +86,9 @@ def eager_break(target: T, *more: str) -> T:
       shares memory with the one that is. From another thread, such a call waits for the replay to end: a break that
       waits for that thread hangs.
 
+    A replay that finds a rule broken raises ``ReplayError``: a second, eager run would do all that its breaks did once
+    more. A graph that breaks one at its capture is not made.
+
     Nested marks run inside the outer one. ``torch.compile`` traces through a mark.
 
     Args:

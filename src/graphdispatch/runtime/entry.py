@@ -299,7 +299,7 @@ class CUDAGraphEntry(NotCopied):
             failure = ReplayError(f"the replay failed: {type(error).__name__}: {error}")
         self.failed()
         if self.knows_effects:
-            failure.had_effects |= self.written is not None and stage != "load"
+            failure.had_effects |= (self.written is not None or self.graph.runs_code) and stage != "load"
         if before is not None and not failure.had_effects:
             self.backend.set_rng_state(before)
         if failure is not error:

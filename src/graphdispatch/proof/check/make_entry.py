@@ -127,8 +127,7 @@ def _watch_breaks(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
         return
     views = attempt.request.inputs.views(attempt.request.size)
     unwritten = [view for index, view in enumerate(views) if index not in entry.mutated]
-    state = [one for one in attempt.request.tensors if not (isinstance(one, torch.nn.Parameter) or one.is_inference())]
-    entry.graph.watch(unwritten, state)
+    entry.graph.watch(unwritten)
     if attempt.eager.trace.shares_with_breaks():
         entry.graph.is_unchanged = entry.is_current
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ...backends.base import Graph, Pool
@@ -59,6 +60,12 @@ class EagerPart:
 
     is_written: bool = field(default=False, init=False)
     """Whether later parts write to a tensor that the break made."""
+
+    @property
+    def may_have_effects(self) -> bool:
+        """Whether a run may have effects that nobody notes: any function may; an operator writes what its schema says
+        alone."""
+        return not isinstance(self.fn, OpOverload) or self.fn._schema.is_mutable
 
     def __post_init__(self) -> None:
         inside = self.objects.tensors if self.objects is not None else []
@@ -139,9 +146,10 @@ class PiecewiseGraph(Graph):
         self._held = held
         self._pool = pool
         self._released = False
-        self._watched: tuple[Sequence[torch.Tensor], ...] = ()
+        self._watched: Sequence[torch.Tensor] = ()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Each static input that a break is given and must not write, with memory to keep its numbers in."""
+        self.runs_code = any(part.may_have_effects for part in self.breaks)
         # Tensors that cross a break are inference tensors or not, as at the capture; the other mode cannot write them.
         self._inference_mode = torch.is_inference_mode_enabled()
 
@@ -155,19 +163,19 @@ class PiecewiseGraph(Graph):
         else:
             self._run_parts()
 
-    def watch(self, arguments: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
-        """Notice from now on what breaks write: static inputs that the capture did not write, and state.
+    def watch(self, arguments: Sequence[torch.Tensor]) -> None:
+        """Notice from now on if breaks write to static inputs that the capture did not write.
 
         Numpy, ``.data`` and storages write without a trace, so static inputs that a break is given are compared.
         """
-        self._watched = arguments, state
+        self._watched = arguments
         given = set[int]().union(*(part.given for part in self.breaks))
         with torch.inference_mode(False):
             self._kept = [(one, torch.empty_like(one)) for one in arguments if storage_key(one) in given]
 
-    def _versions(self) -> list[list[int]]:
+    def _versions(self) -> list[int]:
         """How often what is watched was written."""
-        return [[tensor._version for tensor in tensors] for tensors in self._watched]
+        return [tensor._version for tensor in self._watched]
 
     def _run_parts(self) -> None:
         before = self._versions()
@@ -177,11 +185,8 @@ class PiecewiseGraph(Graph):
         try:
             for call in self._calls:
                 call()
-            if self._versions()[:1] != before[:1] or not all(starmap(bits_equal, self._kept)):
+            if self._versions() != before or not all(starmap(bits_equal, self._kept)):
                 raise ReplayError("a break writes to an argument, and did not at the capture; return what it makes")
-        except ReplayError as error:
-            error.had_effects |= self._versions()[1:] != before[1:]
-            raise
         finally:
             self._pool.replaying_on = outer
         if self.is_unchanged is not None and not self.is_unchanged():
