@@ -383,6 +383,8 @@ MIXES: dict[str, Any] = {
     "custom operator": mix,
     "custom operator that writes": in_place(centre_),
     "a subclass": lambda x: (x.as_subclass(Subclass) - x.as_subclass(Subclass).mean(0)).as_subclass(Tensor),
+    "a mean as a parameter": lambda x: x - nn.Parameter(x.mean(0), requires_grad=False),
+    "a mean of another class": lambda x: x - x.mean(0).as_subclass(nn.Buffer).as_subclass(Tensor),
     "a script": torch.jit.script(Scripted()),
     "a trace": traced(),
     "written view": in_place(lambda y: y.view(-1)[:1].copy_(y.view(-1)[-1:])),
@@ -578,6 +580,7 @@ STATE: dict[str, Any] = {
     "kept rows": State(lambda kept, x: kept[: x.shape[0]].copy_(x), reads=True),
     "running mean": State(lambda kept, x: kept[0].lerp_(x.mean(0), 0.1), reads=True),
     "a sum": State(lambda kept, x: kept[0].add_(x.sum(0))),
+    "a sum as a parameter": State(lambda kept, x: kept[0].add_(nn.Parameter(x.sum(0), requires_grad=False))),
     "the last row": State(lambda kept, x: kept[0].copy_(x[-1])),
     "statistics": Norm(),
 }

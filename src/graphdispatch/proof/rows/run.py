@@ -86,8 +86,8 @@ class RowRun:
         self._serial = 0
         self._labels: dict[int, tuple[weakref.ref[Tensor], int, Label]] = {}
         """The label of each tensor (by ``id``), and the number of the operator after which it got it."""
-        self._rows_in: set[int] = set()
-        """Memory that was made to hold rows."""
+        self._followed: set[int] = set()
+        """Memory that was made to follow the batch: all that an operator makes of it has a label."""
         self._not_alike: set[int] = set()
         """Memory of rows that were made alike, and that need not be since something was written there."""
         self._faulty: dict[int, Fault] = {}
@@ -123,7 +123,7 @@ class RowRun:
         if not is_strided(tensor):
             self._doubts.append(Fault(False, f"an argument of layout {tensor.layout}"))
             return
-        self._rows_in.add(storage_key(tensor))
+        self._followed.add(storage_key(tensor))
         self.put(tensor, label)
 
     @contextmanager
@@ -220,8 +220,8 @@ class RowRun:
                 label = label._replace(is_alike=False)
         if self._faulty and (fault_of_memory := self._faulty.get(key)) is not None:
             return (label or Label(plain_dims(tensor.shape)))._replace(fault=fault_of_memory)
-        if label is None and key in self._rows_in:
-            fault = Fault(False, f"memory of rows that nobody saw shared, {short_user_line()}")
+        if label is None and key in self._followed:
+            fault = Fault(False, f"memory of the batch that nobody saw shared, {short_user_line()}")
             return Label(plain_dims(tensor.shape), fault, is_lost=True)
         return label
 
@@ -506,12 +506,14 @@ class RowRun:
             key = storage_key(out)
             if key in written_keys and not operator.changes_view:
                 self._write(call, out, label)
-            elif label.fault or label.is_lost or label.tag or any(map(is_dynamic, label.dims)):
-                label = self.put(out, label)
+            else:
+                is_followed = label.fault or label.is_lost or label.tag or any(map(is_dynamic, label.dims))
+                if is_followed or key in self._followed:
+                    label = self.put(out, label)
+                if is_followed and key not in read:
+                    self._followed.add(key)
             if key not in read:
                 self._note_made(key, out)
-                if lies_along_rows(label):
-                    self._rows_in.add(key)
             put.append(label)
         if written:
             self._note_writes(call, written, next((label.fault for label in made if label.fault), None))
@@ -547,7 +549,7 @@ class RowRun:
                 self._rearranged[key] = self._serial
                 self.put(tensor, label)
                 return
-            if label.dims != mine or key not in self._rows_in:
+            if label.dims != mine or key not in self._followed:
                 label = label._replace(fault=fault_here(False, name, "rows are written into other memory"))
         if label.fault is not None or label.is_lost:
             self._faulty[key] = label.fault or fault_here(False, name, "a shape that is not known")
