@@ -370,6 +370,22 @@ def test_what_is_written_is_in_the_array(is_inference: bool) -> None:
         np.testing.assert_array_equal(served.execute_or_capture(4, 1, doubled, {"x": fixed})["y"], plain * 2)
 
 
+@pytest.mark.parametrize("turn", [slice(None), slice(None, None, -1)], ids=["shared", "copied"])
+def test_arrays_that_share_memory(turn: slice) -> None:
+    """One array under two names is one tensor. Two of which one tensor would not see what is written to the other are
+    refused, unless nothing is written."""
+    served, plain = make(), np.arange(20, dtype=np.float32).reshape(4, 5)
+    for _ in range(4):
+        x = plain.copy()[:, turn]
+        found = served.execute_or_capture(4, 1, lambda x, y: x.add_(1) + y, {"x": x, "y": x})
+        np.testing.assert_array_equal(found, 2 * (plain[:, turn] + 1))
+        np.testing.assert_array_equal(x, plain[:, turn] + 1)
+        both = {"x": x, "y": x[:, ::-1]}
+        np.testing.assert_array_equal(served.execute_or_capture(4, 1, lambda x, y: x * y, both), x * x[:, ::-1])
+        with pytest.raises(ConfigError, match="shares memory with input 'y'"):
+            served.execute_or_capture(4, 1, lambda x, y: x.add_(1) + y, both)
+
+
 def test_a_graph_captured_from_arrays_is_replayed_with_arrays() -> None:
     """By hand, too; one graph serves arrays and tensors. Who has tensors gets them, as what NumPy lacks."""
     served = make(capture_after=2)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import ConfigError, check_type, shown
 from ..runtime.flatten import is_tensor
+from ..runtime.overlap import share_memory
 
 Shapes = Mapping[str, Sequence[int]]
 _ARRAYS = (np.ndarray, np.memmap)  # a masked array would lose its mask
@@ -19,25 +20,36 @@ def as_tensors(inputs: Any, device: torch.device) -> tuple[Any, bool]:
     """``inputs`` with tensors on ``device`` in the places of arrays, and whether all of them were arrays.
 
     On the CPU a tensor shares its array's memory, unless torch cannot: read-only memory, negative strides and foreign
-    byte order are copied; ``write_back`` writes to those. What is no mapping is given back as it is. Raises
-    ``ConfigError`` for an array of a dtype that torch does not have.
+    byte order are copied; ``write_back`` writes to those. One array under two names is one tensor. What is no mapping
+    is given back as it is. Raises ``ConfigError`` for an array of a dtype that torch does not have.
     """
     arrays = {name: v for name, v in inputs.items() if type(v) in _ARRAYS} if isinstance(inputs, Mapping) else {}
     if not arrays:
         return inputs, False
     with torch.inference_mode(False):  # where tensors count what is written to them
-        tensors = {name: _tensor(name, array).to(device) for name, array in arrays.items()}
+        made = {id(array): _tensor(name, array).to(device) for name, array in arrays.items()}
+    tensors = {name: made[id(array)] for name, array in arrays.items()}
     return {**inputs, **tensors}, len(arrays) == len(inputs)
 
 
 def write_back(inputs: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write to arrays among ``inputs`` what was written to their ``tensors``, where these are copies. Raises
-    ``ValueError`` for an array that is read-only, as NumPy does."""
-    for name, array in inputs.items() if isinstance(inputs, Mapping) else ():
-        if type(array) in _ARRAYS and tensors[name]._version:
-            now = tensors[name].numpy(force=True)
-            if not np.may_share_memory(now, array):
-                np.copyto(array, now)
+    ``ValueError`` for an array that is read-only, as NumPy does, and ``ConfigError`` for one that shares memory with
+    another, of which the function did not see what was written."""
+    arrays = {name: v for name, v in inputs.items() if type(v) in _ARRAYS} if isinstance(inputs, Mapping) else {}
+    for name, array in arrays.items():
+        tensor = tensors[name]
+        if not tensor._version:
+            continue
+        for other, one in arrays.items():
+            if np.shares_memory(one, array) and not share_memory((tensors[other], tensor)):
+                raise ConfigError(
+                    f"input {name!r} was written, and its array shares memory with input {other!r}, whose tensor is a "
+                    "copy; pass arrays that share none"
+                )
+        now = tensor.numpy(force=True)
+        if not np.may_share_memory(now, array):
+            np.copyto(array, now)
 
 
 def as_arrays(outputs: Any) -> Any:
