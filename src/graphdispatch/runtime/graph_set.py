@@ -536,7 +536,6 @@ class GraphSet:
             backend=backend,
             options=self.options,
             peers=peers,
-            guards=[one.guard for one in self.entries() if one.guard is not None],
             tensors=self.present_guard().placed,
             follows_rows=group.has_several_batches(size),
             clock=self.clock or backend.clock,

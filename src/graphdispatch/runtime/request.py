@@ -15,7 +15,6 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from .entry import CUDAGraphEntry
 from .flatten import FlatCall
-from .protocols import Guard
 from .ranks import Ranks
 from .signature import Signature
 from .static_inputs import StaticInputs
@@ -48,8 +47,6 @@ class CaptureRequest:
     """Whether the caller wants the call itself, with the effects of one run, or only the graph and no effects."""
     counts_as_second: bool = True
     """Whether a graph that agrees on this batch has agreed on a second one; not so for one made to look at padding."""
-    guards: Sequence[Guard] = ()
-    """The guards of all graphs of the callable, of which one that compares the same is shared."""
     real_rows: int | None = field(default_factory=REAL_ROWS.get)
     """How many rows of a batch that the caller has padded are real, if the caller says so."""
     ranks: Ranks | None = None

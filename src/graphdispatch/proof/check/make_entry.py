@@ -14,7 +14,6 @@ from ...runtime.entry import CUDAGraphEntry, Workspaces
 from ...runtime.flatten import is_tensor
 from ...runtime.outputs import OutputRule, Outputs
 from ...runtime.overlap import Spans
-from ...runtime.request import CaptureRequest
 from ...sizes import Axis, pack
 from ..state.guards import StateGuard
 from ..watch.operator_trace import OperatorTrace
@@ -91,7 +90,7 @@ def make_entry(
         held=tuple(held.values()),
         licence=licence,
         workspaces=Workspaces(workspaces) if workspaces else None,
-        guard=_shared(request, guard) if request.options.guard_weights else None,
+        guard=guard if request.options.guard_weights else None,
         uses_rng=warm_run.uses_rng,
         signature=request.signature,
         call=request.call,
@@ -114,12 +113,6 @@ def grow_guard(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     if shown is not None:
         shown.metadata = eager.find_metadata(attempt.request.values, grown, shown.metadata)
     _watch_breaks(attempt, entry)
-
-
-def _shared(request: CaptureRequest, guard: StateGuard) -> StateGuard:
-    """A guard that compares the same for other graphs, if there is one: it is then compared once for all of them."""
-    others = (one for one in request.guards if isinstance(one, StateGuard) and one is not guard)
-    return next((one for one in others if one.reads_like(guard)), guard)
 
 
 def _watch_breaks(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:

@@ -56,10 +56,6 @@ def _same_lengths(a: Iterable[tuple[Any, ...]], b: Iterable[tuple[Any, ...]]) ->
     return all(map(eq, map(len, a), map(len, b)))
 
 
-def _table_id(table: Any) -> int:
-    return id(_unwrapped(table))
-
-
 class StateGuard:
     """Fingerprint of what a callable reads besides its arguments; ``holds()`` tells whether it still fits.
 
@@ -215,24 +211,6 @@ class StateGuard:
     def _num_objects(self) -> int:
         """How many objects it watches, and finds in their places."""
         return len(set(map(id, chain(*self._held, self._watched, self._objects, *self._fixed))))
-
-    def reads_like(self, other: "StateGuard") -> bool:
-        """Whether another guard watches the same, for code that this one was made for, too, and both hold now."""
-        ours, theirs = self.notes, other.notes
-        is_covered = ours.codes.keys() >= theirs.codes.keys() and not ours.lacks(theirs)
-        is_of_same = same_objects(self._roots, other._roots) and self.storages == other.storages
-        # As many are read by calls. A cache that holds more than it held is as it was, so that both may hold.
-        results = ([one.further for one in guard._readers if one.kind == "call"] for guard in (self, other))
-        is_alike = (
-            is_covered and is_of_same and next(results) == next(results) and self._subjects() == other._subjects()
-        )
-        return is_alike and self.holds() and other.holds()
-
-    def _subjects(self) -> set[Any]:
-        """What is watched, whatever it holds."""
-        named = ((_table_id(table), name) for table, names in (*self._named, *self._absent) for name in names)
-        read = ((one.kind, id(one.subject), id(one.further)) for one in self._readers if one.kind != "call")
-        return {*named, *map(_table_id, self._tables), *map(id, (*self._watched, *self._objects)), *read}
 
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""

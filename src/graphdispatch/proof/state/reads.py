@@ -36,7 +36,7 @@ from .traversal import HELD_BY_FUNCTIONS, Edges, Traversal
 
 class Reader(NamedTuple):
     """How to read one thing that is compared: by a call, and in the native guard's terms. ``further`` is a slot's
-    descriptor, or what of a cache a call compares."""
+    descriptor."""
 
     call: Callable[[], Any]
     kind: str = "call"
@@ -435,8 +435,7 @@ class StateReads(Traversal):
 
     def _visit_instance(self, value: Any, path: Any) -> Edges:
         if self._is_traced and issubclass(type(value), objects.CACHES):
-            results = Results(value)
-            self.readers.append(Reader(results, further=results.kept))
+            self.readers.append(Reader(Results(value)))
         return super()._visit_instance(value, path)
 
     def _visit_module(self, module: types.ModuleType, path: Any) -> Edges:

@@ -17,19 +17,19 @@ class Results:
     While its own table has the same keys and values, nothing else is looked at.
     """
 
-    __slots__ = ("_cache", "_latest", "_table", "kept")
+    __slots__ = ("_cache", "_kept", "_latest", "_table")
 
     def __init__(self, cache: Any) -> None:
         self._cache, self._table = cache, objects.results_of(cache)
         self._latest = content(self._table)
-        self.kept = _results_in(cache)
+        self._kept = _results_in(cache)
 
     def __call__(self) -> bool:
         """Whether it holds all that it held."""
         now, latest = content(self._table), self._latest
         if len(now) == len(latest) and all(map(is_, now, latest)):
             return True
-        holds = self.kept <= _results_in(self._cache)
+        holds = self._kept <= _results_in(self._cache)
         if holds:
             self._latest = now  # objects that are held, so that none can get the address of another
         return holds
