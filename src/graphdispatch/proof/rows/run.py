@@ -99,7 +99,6 @@ class RowRun:
         self._steps: list[Step] = []
         self._doubts: list[Fault] = []
         self._state: list[Fault] = []
-        self._writes_state = False
         self._by_place = ""
         if any(own < 2 for own in space.own):
             self._doubts.append(Fault(False, "a run on one row, or one element of a length, tells nothing of more"))
@@ -171,7 +170,6 @@ class RowRun:
             outputs=tuple(followed),
             uncut=uncut,
             steps=tuple(self._steps),
-            writes_state=self._writes_state,
             slots=self.slots,
             space=self.space,
             sizes=self.sizes,
@@ -433,9 +431,7 @@ class RowRun:
         """Note a write in place; returns whether the memory is that of arguments or of state."""
         key = storage_key(tensor)
         self._changed[key] = self._serial
-        is_outside = key not in self.made
-        self._writes_state |= is_outside
-        return is_outside
+        return key not in self.made
 
     def _ruled(self, call: Call) -> list[Label]:
         """The labels of the results, by the operator's rule."""

@@ -39,8 +39,6 @@ class Verdict:
     """The lengths along which an output cannot be cut by its end, and why."""
     steps: tuple[Step, ...]
     """The operators in order, but for those that keep elements as they are."""
-    writes_state: bool
-    """Whether it wrote to memory that it did not make."""
     slots: Slots
     """State that elements write at places which they name."""
     space: BatchSpace = field(repr=False)
