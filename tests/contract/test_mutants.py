@@ -6,7 +6,6 @@ from .. import mutants
 
 MORE_LIVE = {
     "engines/keys": 4,
-    "proof/check/compare": 3,
     "proof/check/licence": 3,
     "proof/check/row_proof": 7,
     "proof/state/guards": 7,
