@@ -10,9 +10,9 @@ killed, and lives now, is LOST, and the exit code is 1: run this before and afte
 keeps the outcome; ``--tidy`` removes what the modules no longer say, and runs nothing.
 
 The tests are collected once, and run once as they are, which shows the statements that each of them executes. A mutant
-is shown to the tests that execute its statement, the quickest first, in a fork of that process, whose functions get its
-code; no file changes. Each test finds the caches of the library's functions empty, as if it ran alone. Where a
-statement runs at import already, a fork imports the mutant in the module's place. Python's path is run
+is shown to the tests that execute its statement, the nearest and quickest first, in a fork of that process, whose
+functions get its code; no file changes. Each test finds the caches of the library's functions empty, as if it ran
+alone. Where a statement runs at import already, a fork imports the mutant in the module's place. Python's path is run
 (``GRAPHDISPATCH_NATIVE=0``), since the native core would hide what Python does; but for ``tests/native``, which see
 what is left.
 """
@@ -48,13 +48,18 @@ _CAPTURE = ["tests/proof/check", "tests/proof/state", "tests/behaviour", "tests/
 TABLE: dict[str, list[str]] = {
     "proof/rows": ["tests/proof/rows", "tests/proof/check", "tests/runtime"],
     "proof/check": [*_CAPTURE, "tests/property/test_dims.py"],
-    "proof/state": [*_CAPTURE, "tests/native/test_guard.py"],
+    "proof/state": [
+        "tests/proof/state",
+        "tests/behaviour/test_python_state.py",
+        *_CAPTURE,
+        "tests/native/test_guard.py",
+    ],
     "proof/watch": [*_CAPTURE, "tests/backends"],
     "runtime": ["tests/runtime", "tests/behaviour", "tests/api", "tests/vocabulary", "tests/native/test_hit.py"],
     "record": ["tests/runtime"],
     "engines/keys": ["tests/engines/test_key_dispatcher.py", "tests/property/test_tables.py"],
 }
-"""The packages and modules, and the tests that their mutants are shown to."""
+"""The packages and modules, and the tests that their mutants are shown to, the nearest first."""
 _WITH_CORE = "tests/native"
 
 
@@ -289,8 +294,10 @@ class _Trying:
     def _try(self, session: Any, name: str, one: str) -> bool | list[str]:
         noting, first = self.codes[name]
         code, number = mutant(_path(name), one)
-        usable = (test for test in self.spent if test not in self.failed and test.startswith(tuple(tests_of(name))))
-        quickest = sorted(usable, key=self.spent.__getitem__)
+        homes = tests_of(name)
+        usable = (test for test in self.spent if test not in self.failed and test.startswith(tuple(homes)))
+        first_at = lambda test: next(at for at, home in enumerate(homes) if test.startswith(home))  # noqa: E731
+        quickest = sorted(usable, key=lambda test: (first_at(test), self.spent[test]))
         tests = [test for test in quickest if first + number in self.executed[test]]
         plain = {id(old): as_is for old, as_is in _versions(noting, _compiled(_path(name).read_text(), _path(name)))}
         changed = ((old, new) for old, new in _versions(noting, code) if new != plain[id(old)])

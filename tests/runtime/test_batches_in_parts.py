@@ -55,7 +55,7 @@ def test_rows_along_two_dimensions_take_further_lengths_as_they_are() -> None:
     """Only rows are divided; a length above the longest stays eager."""
     layer = nn.Linear(3, 3)
     dims = {"x": {0: gd.Dim("batch", [4]), 1: gd.Dim("seq", [8])}}
-    step = gd.graphed(lambda x: layer(x).transpose(0, 1), dynamic=dims)
+    step = gd.graphed(lambda x: (layer(x).transpose(0, 1), layer(x) @ x.mT), dynamic=dims)
     step._server.graphs.judges_gain = False
     step.prewarm(torch.randn(4, 8, 3))
     check(step, (9, 5, 3), (9, 5, 3), (10, 8, 3), (10, 9, 3))
