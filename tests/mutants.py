@@ -52,6 +52,7 @@ TABLE: dict[str, list[str]] = {
         "tests/proof/state",
         "tests/behaviour/test_python_state.py",
         *_CAPTURE,
+        "tests/api/test_training.py",
         "tests/native/test_guard.py",
     ],
     "proof/watch": [*_CAPTURE, "tests/backends"],
