@@ -14,7 +14,7 @@ MORE_LIVE = {
     "runtime/signature": 6,
     "runtime/static_inputs": 5,
 }
-"""Modules whose tests miss more, and how many."""
+"""Modules whose tests miss more, and how many at most."""
 
 
 def test_the_table_names_lines_that_exist() -> None:
@@ -30,7 +30,6 @@ def test_few_mutants_live() -> None:
     noted = json.loads(mutants.KNOWN.read_text())
     living = {module: list(found.values()).count(False) for module, found in noted.items()}
     assert {module: count for module, count in living.items() if count > MORE_LIVE.get(module, 2)} == {}
-    assert {module: living[module] for module in MORE_LIVE if living[module] <= 2} == {}
 
 
 def test_a_mutant_is_another_text() -> None:
