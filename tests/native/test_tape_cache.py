@@ -164,7 +164,8 @@ def test_what_failed_is_kept(compiler: Compiler) -> None:
 
 
 def test_python_serves_until_it_is_ready(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph replays by Python's loop while the compiler runs, and by the tape from the next replay on."""
+    """A graph replays by Python's loop while the compiler runs, and by the tape from the next replay on; ``explain``
+    says which."""
     compiler.block()
     extension = TapeExtension()
     monkeypatch.setattr(backend_module, "TAPE", extension)
@@ -173,6 +174,7 @@ def test_python_serves_until_it_is_ready(compiler: Compiler, monkeypatch: pytest
     assert extension._thread is not None
     while compiler.count == 0:
         extension._thread.join(0.01)
+    assert "Python replays it" in graph.describe()
     for is_ready in (False, True):
         if is_ready:
             compiler.open_gate()
@@ -181,6 +183,7 @@ def test_python_serves_until_it_is_ready(compiler: Compiler, monkeypatch: pytest
         graph.replay()
         assert torch.equal(out, x * 2)
         assert (graph.tape is not None) == is_ready
+    assert not graph.describe()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -58,7 +58,7 @@ class TapeExtension:
     def _begin(self) -> None:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
-        self._is_done = False
+        self.is_compiling = self._is_done = False
 
     def start(self) -> None:
         """Begin to make the extension, unless that was begun before. Returns at once."""
@@ -116,7 +116,11 @@ class TapeExtension:
                 return load(target)
             except ImportError:
                 target.unlink(missing_ok=True)
-        self._compile(target, flags)
+        self.is_compiling = True
+        try:
+            self._compile(target, flags)
+        finally:
+            self.is_compiling = False
         return load(target)
 
     def _compile(self, target: Path, flags: list[str]) -> None:

@@ -74,6 +74,10 @@ class GainJudge:
                 saved_s += entry.replay_count * (eager_s - entry.replay_ms / 1e3)
         return saved_s
 
+    def wants(self, rows: int) -> bool:
+        """Whether a further eager run of such a batch would show more."""
+        return self.times.wants(rows)
+
     def timed(self, fn: Callable[..., Any], rows: int) -> Callable[..., Any]:
         """The callable, such that what it takes for a batch is noted."""
         marks = self._stopwatch.start(self._backend)
@@ -106,7 +110,7 @@ class GainJudge:
             if self.times.least_cells() > cells_of(least):
                 self._time_eager(least, values)
             gain = self.of(entry, least)
-            if gain is not None and gain.may_be_loss and self.times.wants(least):
+            if gain is not None and gain.may_be_loss and self.wants(least):
                 self._time_eager(least, values)
                 for _ in range(max(ENOUGH - _replays(entry), 1)):
                     entry.time_replay(values, least)
@@ -117,7 +121,7 @@ class GainJudge:
             _log.debug("%r was not timed for %d rows: %s", entry, least, error)  # the callable takes no batch made so
 
     def _time_eager(self, rows: int, values: Sequence[Any]) -> None:
-        if self.times.wants(rows):
+        if self.wants(rows):
             copy_context().run(self.timed(self._call, rows), values)
             self._backend.current_stream().synchronize()
             self._stopwatch.collect()

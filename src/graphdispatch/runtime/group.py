@@ -393,9 +393,7 @@ class GraphGroup:
 
     def _timer(self, rows: int) -> GainJudge | None:
         """Who wants to know what an eager run of such a batch takes."""
-        return (
-            self.gain if self.gain is not None and self.gain.times.wants(rows) and self.latest_failure is None else None
-        )
+        return self.gain if self.gain is not None and self.gain.wants(rows) and self.latest_failure is None else None
 
     @property
     def latest_failure(self) -> Failure | None:

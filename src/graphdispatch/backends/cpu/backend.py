@@ -253,6 +253,11 @@ class CPUGraph(Graph):
         else:
             loop(steps)
 
+    def describe(self) -> str:
+        """That Python replays it, while the loop that will do so is being compiled; else nothing."""
+        is_early = self.steps is not None and self.tape is None and TAPE.is_compiling
+        return "Python replays it, more slowly, until the compiled loop is ready" if is_early else ""
+
     def reset(self) -> None:
         """Release the steps and their memory."""
         self.steps = self.tape = self.arena = self.outputs = None
