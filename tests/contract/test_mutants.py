@@ -8,7 +8,6 @@ MORE_LIVE = {
     "engines/keys": 4,
     "proof/check/licence": 3,
     "proof/check/row_proof": 7,
-    "proof/state/guards": 7,
     "proof/watch/effects": 7,
     "runtime/rules": 6,
     "runtime/signature": 6,

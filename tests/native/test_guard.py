@@ -42,6 +42,10 @@ EMPTY: dict[str, Any] = {
 """What a guard is made of that compares nothing."""
 
 
+class Steps(list[float]):
+    """A user's list."""
+
+
 class Net(nn.Module):
     """A module that reads state of some kinds."""
 
@@ -50,9 +54,10 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         self.factor, self.steps, self.names = 2.5, [1.5, 2.5], {"a": 1.5, "b": 2.5}
         self.kinds, self.settings, self.shared = {"relu", "tanh"}, Slotted(2.5), Box(gain=3.5)
+        self.turns = Steps([1.5])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers(x) * self.factor * self.steps[0] * self.names["a"]
+        x = self.layers(x) * self.factor * self.steps[0] * self.names["a"] * self.turns[0]
         return x + len(self.kinds) + self.settings.k + self.shared.gain
 
 
@@ -220,6 +225,8 @@ MOVES: dict[str, Callable[[Net, pytest.MonkeyPatch], Any]] = {
     "a table is cleared and refilled": refilled,
     "another offset": lambda n, p: p.setattr(n.layers[0].weight, "data", torch.zeros(12)[3:].view(3, 3)),
     "swapped tensors": swapped,
+    "an entry of a list": lambda n, p: (n.steps.append(9.5), n.steps.pop)[1],
+    "an entry of a user's list": lambda n, p: (n.turns.append(9.5), n.turns.pop)[1],
 }
 """Changes of a net that the patch takes back, or what they return."""
 GONE: dict[str, Callable[[Net], Any]] = {
@@ -251,6 +258,15 @@ def test_a_change_is_noticed_until_it_is_taken_back(name: str, monkeypatch: pyte
         assert native.holds()
         assert guard.holds()
         assert guard.native is native
+
+
+def test_a_variable_in_the_place_of_a_builtin_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there was none."""
+    native = settled(Net().eval()).native
+    monkeypatch.setitem(globals(), "len", lambda kinds: 7)
+    assert not native.holds()
+    monkeypatch.undo()
+    assert native.holds()
 
 
 def test_a_guard_relies_on_changes_of_dicts_that_are_watched_alone() -> None:
