@@ -424,7 +424,7 @@ def test_a_prewarm_makes_sure(is_short: bool, monkeypatch: pytest.MonkeyPatch) -
     timed = []
     monkeypatch.setattr(gains, "_SHORT_MS", 1e9 if is_short else 0.0)
     monkeypatch.setattr(Gain, "may_be_loss", property(lambda _: True))
-    monkeypatch.setattr(gains.GainJudge, "wants", lambda *_: True)
+    monkeypatch.setattr(gains.EagerTimes, "wants", lambda *_: True)
     monkeypatch.setattr(gains.GainJudge, "timed", lambda judge, fn, rows: timed.append(rows) or fn)
     step = graphed(double, dynamic={"x": 0}, sizes=(4, 8))
     step._graphs.clock = iter(range(10**6)).__next__
