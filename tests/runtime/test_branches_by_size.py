@@ -406,8 +406,9 @@ def test_a_number_that_is_compared_by_identity_is_seen_in_the_code() -> None:
         lambda n: type(n) in (int, float),
         lambda n: type(n) == int,  # noqa: E721
         lambda n: not isinstance(n, torch.SymInt),
+        lambda n: not isinstance(n, torch.types.py_sym_types),
     ],
-    ids=["is", "in", "equal", "no symbol"],
+    ids=["is", "in", "equal", "no symbol", "none of them"],
 )
 def test_code_that_asks_for_the_type_of_a_size_is_not_padded(is_plain: Callable[[Any], bool]) -> None:
     """In the run of all batches a size is of another type, so that the run would not come to the branch."""

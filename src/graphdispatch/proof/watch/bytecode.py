@@ -165,7 +165,9 @@ def instructions_of(code: CodeType, among: Container[int] = range(1, 256)) -> It
 
 
 _NAMING_OPS = {dis.opmap[name] for name in (*_NAMING, "IMPORT_NAME") if name in dis.opmap}
-_LOOKED_AT = {*_ANY, "modules", "SymInt"}
+_SYMBOLS = frozenset({"SymInt", "IntLikeType", "py_sym_types"})
+"""Names of torch for the types that a size has in a run of all batches."""
+_LOOKED_AT = {*_ANY, "modules", *_SYMBOLS}
 _STORING_OPS = {op for name, op in dis.opmap.items() if name.startswith(("STORE_", "DELETE_"))}
 _BINARY_OPS = {dis.opmap["BINARY_OP"]}
 _LOOKED_AT_OPS = {dis.opmap["IS_OP"], dis.opmap["MATCH_CLASS"]}
@@ -360,7 +362,7 @@ def _takes_type(code: CodeType) -> bool:
 def _number_compared(code: CodeType, kept: Sequence[Instruction]) -> str:
     """See ``CodeReads.number_compared``."""
     file, takes_type = os.path.basename(code.co_filename), _takes_type(code)
-    if "SymInt" in code.co_names and not is_torch_code(code.co_filename):
+    if not _SYMBOLS.isdisjoint(code.co_names) and not is_torch_code(code.co_filename):
         return f"may ask for the type of a number, {file}:{code.co_firstlineno}"
     for place, one in enumerate(kept):
         what, before = "", kept[max(place - _LONGEST_COMPARISON, 0) : place]
