@@ -79,6 +79,14 @@ def test_gaps_that_differ() -> None:
     assert served.stats.hits
 
 
+def test_a_call_that_differs_speaks_for_its_own_shapes() -> None:
+    """What else the code reads may decide with the number of rows, for which plain calls have shown nothing."""
+    served = make(lambda x: x * 2 if x.untyped_storage().nbytes() > 150 else x + 1, sizes=(4, 8))
+    for kind in (plain, OTHERS["behind the beginning"]):
+        check_calls(served, *(kind(rows) for rows in (4, 4, 4, 8, 8, 8)))
+    assert served.stats.hits
+
+
 class Writes:
     """What a call adds to, if it is one of some."""
 
