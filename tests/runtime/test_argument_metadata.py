@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import Reason, graphed
+from graphdispatch import Reason, eager_break, graphed
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import GuardError
 
@@ -227,3 +227,13 @@ def test_what_a_call_sets_of_its_argument_besides_values(fn: Callable[[Tensor], 
         assert torch.equal(step(got), fn(want))
         assert (type(got), got.requires_grad, got.tolist()) == (type(want), want.requires_grad, want.tolist())
     assert step.stats.reasons[Reason.STATE_REBOUND] == 4
+
+
+def test_code_that_asks_for_views_is_served_plain_tensors_after_a_prewarm() -> None:
+    """Static inputs and the batches that a prewarm makes are no views to code."""
+    total = torch.zeros(())
+    aside = eager_break(lambda x: x + total.add_(1) * 0)
+    step = make(lambda x: aside(x) if x._base is not None else x * 2, mode="PIECEWISE")
+    step.prewarm(plain(4))
+    check_calls(step, plain(4), plain(2))
+    assert (step.stats.hits, total.item()) == (2, 0)

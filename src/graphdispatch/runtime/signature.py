@@ -104,8 +104,8 @@ class InputSpec:
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         ordered = tensor.permute(self.order)
         if gaps:
-            return self.like(torch.cat([ordered, ordered[..., :1]], -1))[..., :-1].permute(back)
-        return self.like(ordered.contiguous()).permute(back)
+            return self.like(torch.cat([ordered, ordered[..., :1]], -1))[..., :-1].permute(back).detach()
+        return self.like(ordered.contiguous()).permute(back).detach()
 
     def extents(self, shape: torch.Size) -> tuple[int, int] | None:
         """What a shape says of the number of its batch, and the bits in which that stands; None if it does not fit."""

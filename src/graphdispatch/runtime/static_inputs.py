@@ -82,7 +82,8 @@ class StaticInputs:
         return f"; dynamic= may lack {entries}, since {', '.join(found)} had as many rows as the batch, {rows}"
 
     def views(self, size: int) -> tuple[torch.Tensor, ...]:
-        """The arguments of a graph of ``size`` rows, in the order of ``specs``: always the same tensors.
+        """The arguments of a graph of ``size`` rows, in the order of ``specs``: always the same tensors, which are no
+        views to code that asks.
 
         The buffers are allocated at their first use.
         """
@@ -93,7 +94,7 @@ class StaticInputs:
                     for s in self.specs
                 ]
                 self._views[size] = tuple(
-                    _ordered_view(flat, spec.sized(size), spec.order)
+                    _ordered_view(flat, spec.sized(size), spec.order).detach()
                     for flat, spec in zip(self.buffers, self.specs, strict=True)
                 )
         return self._views[size]
