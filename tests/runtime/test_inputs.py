@@ -135,6 +135,25 @@ def test_a_forked_child_takes_nothing_for_padding(dim: int) -> None:
     in_child(load)
 
 
+def test_other_padding_is_put_until_the_next_batch() -> None:
+    """That of the arguments that get some, and behind the real rows; then each has that of its rule again."""
+    inputs = StaticInputs([spec(0, Pad.zero()), spec(0, Pad.zero(), position=1)], CAPACITY)
+    for padding in (None, 7.0, None):
+        inputs.load([torch.ones(2, 3)] * 2, 2, 4)
+        if padding is not None:
+            inputs.put([torch.full((4, 3), padding), None], 2, 4)
+        held = [view[:, 0].tolist() for view in inputs.views(4)]
+        assert held == [[1.0, 1.0, padding or 0.0, padding or 0.0], [1.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(("rows", "is_named"), [(1, False), (2, True), (3, False)])
+def test_a_tensor_with_as_many_rows_as_the_batch_is_named(rows: int, is_named: bool) -> None:
+    """Of one row none is: it is as long for many other reasons."""
+    other = replace(spec(None, Pad.zero(), position=1), shape=(min(rows, 2), 4))
+    hint = StaticInputs([spec(0, Pad.zero()), other], CAPACITY).missing_entries(rows)
+    assert hint == ("; dynamic= may lack 'x1': 0, since x1 had as many rows as the batch, 2" if is_named else "")
+
+
 def test_so_many_batches_are_kept_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is prepared twice until there are too many; then all begin anew."""
     monkeypatch.setattr("graphdispatch.runtime.static_inputs._MOST_PREPARED", 3)
