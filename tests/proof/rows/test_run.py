@@ -80,6 +80,7 @@ _NO_RULE = "no rule for aten::linalg_qr, called at test_run.py:"
 SAID: dict[str, tuple[Callable[[Tensor], Any], str, str]] = {
     "a fault": (lambda x: x - x.mean(0), "rows mix in aten::mean, test_run.py:", ""),
     "a fault of compiled code": (torch.compile(lambda x: x - x.mean(0), backend="eager"), "rows mix in aten::mean", ""),
+    "an order of all rows": (lambda x: x[x[:, 0].argsort()] * 2, "output 0 has its rows in an order that depends", ""),
     "no rule": (lambda x: torch.linalg.qr(x)[0], "", _NO_RULE),
     "both, of two outputs": (lambda x: (x.cumsum(0), torch.linalg.qr(x)[0]), "rows mix in aten::cumsum", _NO_RULE),
     "a map": (
