@@ -124,6 +124,9 @@ def through_break(fn: Fn) -> Fn:
     return lambda x: fn(part(x))
 
 
+IN_ONE_PLACE = frozenset(("import", "global list"))
+"""Ways that look in one place of the process: there, the latest callable takes that of those before."""
+
 WAYS: dict[str, Callable[[Fn], Fn]] = {
     "itself": lambda fn: fn,
     "closure": lambda fn: lambda x: fn(x),

@@ -26,7 +26,7 @@ from ..behaviour.cases import Made, put_back
 from ..behaviour.front_end import FrontEnd
 from ..behaviour.front_ends import FRONT_ENDS
 from ..behaviour.table import KEPT, MIXED, READS, WRITES
-from ..behaviour.ways import PIECEWISE, WAYS
+from ..behaviour.ways import IN_ONE_PLACE, PIECEWISE, WAYS
 from ..helpers import assert_same
 
 CASES = READS | KEPT | MIXED | {name: one for name, one in WRITES.items() if one.in_breaks and not one.is_shared}
@@ -94,9 +94,8 @@ def programs(draw: Callable[..., Any]) -> Program:
     sizes = draw(st.sampled_from([(4,), (2, 4), (1, 2, 4), (3, 5), (5,), ALL_SIZES]))
     steps = tuple(draw(_steps(front_end)))
     mode = "PIECEWISE" if pieces else "FULL"
-    if any(use.way == "import" for use in uses):  # which finds its callable in one place, so that it would call itself
-        ways = ways.filter(lambda way: way != "import")
-    return Program(uses, steps, front_end, draw(ways), sizes, mode, tuple(options))
+    taken = IN_ONE_PLACE.intersection(use.way for use in uses)  # again, the program would call itself
+    return Program(uses, steps, front_end, draw(ways.filter(lambda way: way not in taken)), sizes, mode, tuple(options))
 
 
 def _options(front_end: str, uses: tuple[Use, ...]) -> list[tuple[str, Any]]:
