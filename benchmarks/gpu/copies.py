@@ -3,10 +3,11 @@ that buffers and answers are equal."""
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -44,16 +45,25 @@ _DTYPES = (
 
 def run(bench: Bench) -> None:
     """What calls cost, and then whether buffers are the same; where there is no such kernel, torch's copies alone."""
-    os.environ["GRAPHDISPATCH_COPY_KERNEL"] = "1"
-    bench.backend.make_pool()
-    has_kernel = bench.backend.copy_kernel is not None
-    if bench.device.type == "cuda" and not has_kernel:
-        bench.emit(Row("all", _KERNEL, {"error": "the kernels cannot be compiled; a warning says why"}))
-    _measure(bench, has_kernel)
-    if has_kernel:
-        seeds = [seed for seed in range(5 if bench.quick else _CASES) if bench.has_time(_CASE_SECONDS)]
-        wrong = sum(wrong_batches(bench.backend, seed) for seed in seeds)
-        bench.emit(Row("random batches", _KERNEL, {"wrong": float(wrong), "cases": float(len(seeds))}))
+    with _switched_on(bench.backend) as has_kernel:
+        if bench.device.type == "cuda" and not has_kernel:
+            bench.emit(Row("all", _KERNEL, {"error": "the kernels cannot be compiled; a warning says why"}))
+        _measure(bench, has_kernel)
+        if has_kernel:
+            seeds = [seed for seed in range(5 if bench.quick else _CASES) if bench.has_time(_CASE_SECONDS)]
+            wrong = sum(wrong_batches(bench.backend, seed) for seed in seeds)
+            bench.emit(Row("random batches", _KERNEL, {"wrong": float(wrong), "cases": float(len(seeds))}))
+
+
+@contextmanager
+def _switched_on(backend: Backend) -> Iterator[bool]:
+    """A block whose captures have the kernels; whether they can be compiled. Other parts have torch's copies again."""
+    with _switch("1"):
+        backend.make_pool()
+    try:
+        yield backend.copy_kernel is not None
+    finally:
+        backend.copy_kernel = None
 
 
 @contextmanager
@@ -61,9 +71,14 @@ def by_torch(backend: Backend) -> Iterator[None]:
     """A block whose captures are served by torch's copies alone, also behind it; so are hits that come first in it."""
     kernel, backend.copy_kernel = backend.copy_kernel, None
     try:
-        yield
+        with _switch("0"):  # a new pool would switch them on
+            yield
     finally:
         backend.copy_kernel = kernel
+
+
+def _switch(value: str) -> AbstractContextManager[Any]:
+    return patch.dict(os.environ, GRAPHDISPATCH_COPY_KERNEL=value)
 
 
 def _measure(bench: Bench, has_kernel: bool) -> None:
