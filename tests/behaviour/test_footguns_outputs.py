@@ -236,7 +236,6 @@ def _with_noise(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x[:2] * 2, x[2:] + noise])
 
 
-@needs("comparisons")
 def test_rows_padded_by_caller(tried: Open) -> None:
     """A batch that the caller padded is compared whole, and rows that differ from run to run keep it eager."""
     step = tried(_with_noise)

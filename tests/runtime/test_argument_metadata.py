@@ -1,4 +1,4 @@
-"""What code reads of an argument besides its values: a call that differs there from that of the capture runs eagerly.
+"""What code reads of an argument besides its values: a call that differs there is compared, and never answered wrongly.
 
 A graph reads its own buffers, of which all this is always the same.
 """

@@ -128,11 +128,14 @@ class RowProof:
         return "rows are independent, by the user's word" if self.is_word else ""
 
 
-class ArgumentMetadata:
-    """What the code of a graph reads of its arguments besides their values, and what that was for these ``values``.
+_MOST_COMPARED_CALLS = 8
 
-    A graph reads its own buffers, so a call that differs here may take another branch, and runs eagerly. ``state`` are
-    the tensors that an argument may be; it holds them.
+
+class ArgumentMetadata:
+    """What the code of a graph reads of its arguments' metadata, in the calls that were compared with eager.
+
+    A graph reads its own buffers, so a call that differs here may take another branch. Calls are noted under the lock
+    of whoever compares; any thread may read. ``state`` are the tensors that an argument may be; it holds them.
     """
 
     def __init__(self, names: Sequence[str], values: Sequence[Any], state: Sequence[torch.Tensor]) -> None:
@@ -141,17 +144,34 @@ class ArgumentMetadata:
         self._positions = [place for place, value in enumerate(values) if is_tensor(value)]
         self._state = {id(tensor): (tensor, -1 - place) for place, tensor in enumerate(state)}
         self._captured = self._read(values)
+        self._compared: list[tuple[list[Any], list[torch.Size]]] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many different calls were compared that others run eagerly."""
+        return len(self._compared) >= _MOST_COMPARED_CALLS
 
     @property
     def text(self) -> str:
         """Why a call that differs runs eagerly."""
         names = ", ".join(name if name == IDENTITY else f".{name}" for name in self.names)
-        differs = "and the call differs there from that of the capture; pass it as an argument"
-        return f"the code may read {names} of an argument, {differs}"
+        return f"the code may read {names} of an argument, and each call differs there; pass that as an argument"
 
-    def fits(self, values: Sequence[Any]) -> bool:
-        """Whether a call is like the one that was captured."""
-        return all(map(_same, self._read(values), self._captured))
+    def note(self, values: Sequence[Any]) -> None:
+        """Note a call that was compared with eager."""
+        if not self.has_compared(values):
+            self._compared.append((self._read(values), self._shapes(values)))
+
+    def has_compared(self, values: Sequence[Any]) -> bool:
+        """Whether a call is like one that was compared: of these shapes, if it differs from that of the capture."""
+        now, shapes = self._read(values), self._shapes(values)
+        is_captures = all(map(_same, now, self._captured))
+        return any(
+            all(map(_same, now, one)) and (is_captures or shapes == compared) for one, compared in self._compared
+        )
+
+    def _shapes(self, values: Sequence[Any]) -> list[torch.Size]:
+        return [values[place].shape for place in self._positions]
 
     def _read(self, values: Sequence[Any]) -> list[Any]:
         read = [reader(values[place]) for place in self._positions for reader in self._readers]
@@ -198,7 +218,7 @@ class Verification(Licence):
     traced: set[int] = field(default_factory=set)
     """The batches whose code was traced for the graph's guard."""
     metadata: ArgumentMetadata | None = None
-    """What the code reads of its arguments besides their values; None: nothing."""
+    """What the code reads of its arguments besides their values, in the calls that were compared; None: nothing."""
     may_leave_effects: bool = True
     """Whether a run of its code may leave more than its answer; else one that is like it need not be watched."""
     bare: tuple[int, ...] = ()
@@ -218,11 +238,14 @@ class Verification(Licence):
 
     def verdict(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> tuple[Reason | None, str]:
         """As ``Licence.verdict``."""
-        if misfit := self.misfit(values):
-            return Reason.STATE_UNSEEN, misfit
+        if self._carries(values):
+            return Reason.STATE_UNSEEN, _BARE
         if (padding := self.against_padding(rows)) is not None:
             return padding
-        is_due = entry.is_due_again or self.wants_look(rows) or entry.state is EntryState.FAILED
+        is_new = self.metadata is not None and not self.metadata.has_compared(values)
+        if is_new and self.metadata is not None and self.metadata.is_full:
+            return Reason.STATE_UNSEEN, self.metadata.text
+        is_due = is_new or entry.is_due_again or self.wants_look(rows) or entry.state is EntryState.FAILED
         if is_due or (entry.state is EntryState.CAPTURED and self.differs(values)):
             return Reason.VERIFIED_NOW, ""
         return None, ""
@@ -250,7 +273,7 @@ class Verification(Licence):
         """As ``Licence.misfit``."""
         if self._carries(values):
             return _BARE
-        if self.metadata is not None and not self.metadata.fits(values):
+        if self.metadata is not None and not self.metadata.has_compared(values):
             return self.metadata.text
         return ""
 

@@ -316,6 +316,8 @@ def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
         grow_guard(attempt, entry)
         if shown is not None:
             shown.traced.add(request.rows)
+    if shown is not None and shown.metadata is not None:
+        shown.metadata.note(request.values)
 
 
 def _prove_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry, proof: RowProof) -> None:
