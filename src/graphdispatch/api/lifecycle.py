@@ -55,7 +55,7 @@ class Lifecycle(MadeAnew):
             ConfigError: ``tag`` is no text.
         """
         check_type("tag", tag, str, "text that says what changed")
-        _log.info("invalidated graphs: %s", tag)
+        _log.info("invalidated graphs%s", tag and f": {tag}")
         self._rearm(EvictionReason.INVALIDATED)
 
     def sleep(self, tag: str = "") -> None:
@@ -72,7 +72,7 @@ class Lifecycle(MadeAnew):
         check_type("tag", tag, str, "text that says why")
         self._graph_cache.refuse_changes()
         self._graph_cache.is_asleep = True
-        _log.info("put graphs to sleep: %s", tag)
+        _log.info("put graphs to sleep%s", tag and f": {tag}")
         self._rearm(EvictionReason.ASLEEP)
 
     def wake(self) -> None:

@@ -61,6 +61,7 @@ _log = logging.getLogger("graphdispatch")
 
 _NEW = (Reason.FIRST_SIGHTING, Reason.CONSTANT_CHANGES)
 _MADE = (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW)
+"""Reasons of calls that made or compared a graph."""
 _OF_ONE_CALL = (
     *(*_MADE, Reason.FIRST_SIGHTING, Reason.FROZEN, Reason.MODE_ACTIVE),
     *(Reason.CALL_RAISED, Reason.ALIASED_ARGUMENTS, Reason.REPLAY_FAILED, Reason.STATE_SHARED),
