@@ -128,8 +128,8 @@ class StateWalk(Traversal):
 
     def beyond(self, roots: Iterable[tuple[str, Any]]) -> "StateWalk | None":
         """A walk over what these objects reach, by name, and this walk has not met; None if none of it can change.
-        Tensors among the roots themselves do not count."""
-        walk = StateWalk()
+        Tensors count for their memory alone, and those among the roots themselves not at all."""
+        walk = _WalkOfMade()
         # Settings of the process and hooks are this walk's.
         walk._saved, walk._empty, walk._generators, walk._seen = [], [], [], dict(self._seen)
         walk.visit_all_functions()
@@ -138,7 +138,13 @@ class StateWalk(Traversal):
                 walk.visit(root, ((), name))
         return (
             walk
-            if walk._saved or walk._functions or walk._empty or walk._generators or walk.has_opaque or walk.overflow
+            if walk._saved
+            or walk._functions
+            or walk._empty
+            or walk._generators
+            or walk.has_opaque
+            or walk.overflow
+            or walk.tensors
             else None
         )
 
@@ -337,3 +343,11 @@ class StateWalk(Traversal):
         self._parts += snapshot.parts_of(fn)
         self._waiting.setdefault(id(fn.__code__), []).append((fn, path))
         return super()._visit_function(fn, path)
+
+
+class _WalkOfMade(StateWalk):
+    """A walk over what a call makes, as the break that gets it may change it: see ``beyond``."""
+
+    def _visit_tensor(self, tensor: torch.Tensor, path: Any) -> Edges:
+        self.tensors.append(tensor)
+        return ()
