@@ -1,8 +1,6 @@
 """``gd.graphed()``: its options, the calls that no graph serves and what is said of them, and which kinds stay."""
 
-import gc
 import re
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from torch import nn
 
 import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, OutputView, Reason
-from graphdispatch.engines import EntryState, EvictionReason
+from graphdispatch.engines import EntryState
 from graphdispatch.errors import ConfigError, ReplayError
 
 from ..behaviour.front_ends import FRONT_ENDS
@@ -31,21 +29,6 @@ def test_forms_of_a_call_go_with_their_last_signature() -> None:
             assert torch.equal(step(*args, **kwargs), x * 2)
             assert set(step._route.groups) == set(step._graphs.groups.values())
             assert all(step._route.forms.values()), "none is left without a group"
-
-
-def test_a_signature_whose_graph_was_evicted_makes_way() -> None:
-    """It is the graphs that are there which count."""
-    step = make(max_signatures=1)
-    check_rows(step, 4)
-    (group,) = step._graphs.groups.values()
-    gone = weakref.ref(group.inputs)
-    del group
-    for victim in step._graphs.cache.retire(step.entries[0], EvictionReason.DROPPED):
-        victim.release()
-    del victim
-    assert [reason(step, torch.randn(4, 5)) for _ in range(2)] == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW]
-    gc.collect()
-    assert (len(step._graphs.groups), gone()) == (1, None)
 
 
 def test_a_call_that_the_rules_do_not_fit_is_odd_once_one_has_fitted() -> None:
@@ -160,12 +143,6 @@ def test_graphs_of_other_sizes_tell_how_outputs_follow_the_batch(guards: bool) -
     options = CUDAGraphOptions(guard_weights=guards, capture_after=1)
     step = make(lambda x: (x.view(-1, 2, 3) * 2).view(x.shape), sizes=(2, 8), options=options)
     assert check_rows(step, 4, 2) == [Reason.CAPTURED_NOW, Reason.CAPTURED_NOW]
-
-
-@pytest.mark.parametrize("mode", ["NONE", "none", 0])
-def test_mode_none(mode: Any) -> None:
-    """In mode NONE everything is eager, with that reason."""
-    assert reason(make(mode=mode), batch(4)) is Reason.DISABLED
 
 
 def test_explain_tells_what_would_happen() -> None:

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,29 +139,6 @@ def test_memory_is_given_back_at_once(how: str) -> None:
         assert len(_large(SIZE * width * 4)) == before
 
 
-def test_graphs_of_another_state_are_checked_again_too() -> None:
-    """``unfreeze`` lets the comparisons of ``verify_every`` come again, whatever state was present meanwhile."""
-    held = {"scale": 2.0}
-
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return x * held["scale"]
-
-    step = make(scaled, sizes=(4,), options=gd.CUDAGraphOptions(verify_every=4))
-    for scale in (2.0, 3.0):
-        held["scale"] = scale
-        check_rows(step, 4, 4, 4)
-    step.freeze()
-    held["scale"] = 2.0
-    step(torch.randn(4, 3))
-    step.unfreeze()
-    for scale in (2.0, 3.0):
-        held["scale"] = scale
-        before = step.stats.verifications
-        check_rows(step, *[4] * 12)
-        assert step.stats.verifications > before, scale
-    assert step.stats.captures == 2
-
-
 @pytest.mark.parametrize("prewarms", [False, True])
 def test_a_callable_that_clears_its_own_graphs_leaves_none(prewarms: bool) -> None:
     """Nobody would find the graph of a signature that was forgotten while it was captured."""
@@ -176,17 +152,6 @@ def test_a_callable_that_clears_its_own_graphs_leaves_none(prewarms: bool) -> No
         step.prewarm(torch.ones(4, 3))
     assert check_rows(step, 4, 4, fn=double) == [Reason.CAPTURE_FAILED] * 2
     assert step.entries == []
-
-
-def test_a_callable_may_invalidate_its_own_graph() -> None:
-    """The buffers of the graph that is being captured stay."""
-
-    def restless(x: torch.Tensor) -> torch.Tensor:
-        step.invalidate()
-        return x * 2
-
-    step = make(restless, sizes=(4,), options=gd.CUDAGraphOptions(verify=False, capture_after=1))
-    assert check_rows(step, 4, 4, fn=double) == [Reason.CAPTURED_NOW, Reason.EXACT]
 
 
 def test_a_call_that_interrupts_the_work_on_graphs_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,19 +174,3 @@ def test_a_call_that_interrupts_the_work_on_graphs_runs_eagerly(monkeypatch: pyt
     assert [reason for _, reason in found] == [Reason.STATE_SHARED]
     assert torch.equal(found[0][0], model(x) * 2)
     step.check_integrity()
-
-
-def test_a_call_that_looks_at_the_guard_while_graphs_are_put_to_sleep_is_served() -> None:
-    """It asks for gradients without a lock, and another thread may forget the guard at that moment."""
-    step = make(double)
-    graphs = step._graphs
-    guard: Any = SimpleNamespace(trainable=False)
-
-    def holds() -> bool:
-        graphs._guards.clear()
-        return True
-
-    guard.holds = holds
-    graphs._guards = {True: guard}
-    assert graphs.present_guard(by_names=True) is guard
-    assert torch.equal(step(torch.ones(3)), torch.full((3,), 2.0))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
+from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -411,13 +412,11 @@ SERVED_AGAIN: dict[str, tuple[Callable[[], Learner], Callable[[Any], Any]]] = {
         lambda one: hook(one.nets[2].register_full_backward_pre_hook, larger),
     ),
     "hook of an optimizer's step": (Regression, lambda one: hook(one.optimizers[0].register_step_pre_hook, larger)),
+    "hook of all backward passes": (Regression, lambda _: hook(register_module_full_backward_hook, larger)),
+    "hook before all backward passes": (Regression, lambda _: hook(register_module_full_backward_pre_hook, larger)),
+    "hook of all optimizers": (Regression, lambda _: hook(register_optimizer_step_pre_hook, larger)),
 }
 """What makes each step another one, and what may take it back."""
-HOOKS_OF_ALL: dict[str, Callable[[Any], Any]] = {
-    "of the backward pass": nn.modules.module.register_module_full_backward_hook,
-    "before the backward pass": nn.modules.module.register_module_full_backward_pre_hook,
-    "of an optimizer's step": register_optimizer_step_pre_hook,
-}
 
 
 @pytest.mark.parametrize("name", SERVED_AT_ONCE)
@@ -431,6 +430,7 @@ def test_what_happens_between_steps_is_seen_by_replays(name: str) -> None:
         assert twins.call() is Reason.EXACT
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the first layer's inputs require no gradients
 @pytest.mark.parametrize("name", SERVED_AGAIN)
 def test_what_happens_between_steps_has_graphs_of_its_own(name: str) -> None:
     """The steps behind it are eager's, and are served in the end; so they are once it is taken back."""
@@ -443,17 +443,6 @@ def test_what_happens_between_steps_has_graphs_of_its_own(name: str) -> None:
         for take_back in back:
             take_back()
         assert twins.calls_of(24)[-1] is Reason.EXACT
-
-
-@pytest.mark.parametrize("name", ["gradients dropped", "a gradient dropped", "gradients replaced"])
-def test_gradients_between_steps_are_the_callers(name: str) -> None:
-    """What the caller does to them before each step has graphs, too."""
-    twins = Twins(Adds)
-    twins.settle()
-    for _ in range(12):
-        twins.both(SERVED_AGAIN[name][1])
-        reason = twins.call()
-    assert reason is Reason.EXACT
 
 
 @pytest.mark.parametrize("zeroes", [False, True])
@@ -478,20 +467,6 @@ def test_a_gradient_that_the_caller_binds_stays_its_own(zeroes: bool) -> None:
         kept = [one.grad is grad for one, grad in zip(twins.served.nets.parameters(), served, strict=True)]
         assert kept == [not zeroes] * len(served)
     assert reason is Reason.EXACT
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the first layer's inputs require no gradients
-@pytest.mark.parametrize("name", HOOKS_OF_ALL)
-def test_hooks_of_all_modules_that_come_and_go(name: str) -> None:
-    """What they make of gradients is eager's from the next step on; once they are removed, too."""
-    twins = Twins(Regression)
-    twins.settle()
-    remove = hook(HOOKS_OF_ALL[name], larger)
-    try:
-        assert twins.calls_of(24)[-1] is Reason.EXACT
-    finally:
-        remove()
-    assert twins.calls_of(24)[-1] is Reason.EXACT
 
 
 def halved() -> Any:
@@ -568,14 +543,6 @@ def test_a_step_that_raises_leaves_what_eager_leaves() -> None:
             else:
                 twins.call(x, y)
     assert twins.step.stats.hits
-
-
-def test_each_shape_has_its_own_graph() -> None:
-    """The last, smaller batch of an epoch: its rows are not padded, since the loss mixes them."""
-    twins = Twins(Regression)
-    for _ in range(5):
-        reasons = [twins.call(torch.randn(rows, 4), torch.randn(rows, 3)) for rows in (16, 16, 7)]
-    assert set(reasons) == {Reason.EXACT}
 
 
 def test_a_smaller_batch_is_never_padded() -> None:
@@ -689,25 +656,6 @@ def test_settings_that_cannot_be() -> None:
     for front_end in (gd.graphed, gd.attach):
         with pytest.raises(ConfigError, match="fn must be a whole training step"):
             front_end(perceptron(), dynamic={}, gradients="inside")
-
-
-def test_gradients_change_places() -> None:
-    """A step that binds the gradient of one parameter to another, and back."""
-
-    class Swaps(Adds):
-        def __init__(self) -> None:
-            super().__init__()
-            self.nets = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
-            self.optimizers = (SGD(self.nets.parameters(), lr=1e-2),)
-
-        def update(self) -> None:
-            first, second = self.nets[0].weight, self.nets[1].weight
-            first.grad, second.grad = second.grad, first.grad
-            super().update()
-
-    twins = Twins(Swaps)
-    twins.settle()
-    assert twins.calls_of(24)[-1] is Reason.EXACT
 
 
 def test_a_sparse_gradient_stays_eager() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import CaptureError, CUDAGraphMode, Reason
+from graphdispatch import CUDAGraphMode, Reason
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper, cudagraph_context
 from graphdispatch.errors import ConfigError
 
@@ -135,23 +135,6 @@ def test_prewarm_takes_arguments_by_position_by_name_or_both(dummy: Any, args: A
     assert wrapper.get_stats().captures == 1
 
 
-def test_a_shape_that_rebinds_state_ends_no_other_graph() -> None:
-    """In an adaptive prewarm only that shape is tried again."""
-
-    class Rebinds(torch.nn.Module):
-        calls = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if len(x) == 2:
-                self.calls += 1
-            return x * 2
-
-    wrapper = AdaptiveCUDAGraphWrapper(Rebinds())
-    done = wrapper.prewarm([8, 4, 2], lambda descriptor: torch.ones(descriptor.num_tokens, 3))
-    assert [descriptor.num_tokens for descriptor in done] == [8, 4]
-    assert (wrapper.get_stats().captures, wrapper.get_stats().evictions) == (2, 0)
-
-
 def test_a_call_that_began_before_clear_cache_leaves_no_graph_behind() -> None:
     """It captures for a descriptor whose next call begins anew; the graph goes when that comes."""
     wrapper = CUDAGraphWrapper(double)
@@ -180,23 +163,6 @@ def test_a_call_that_began_before_sleep_captures_nothing() -> None:
     serve(wrapper, 4)
     assert (kept(wrapper), wrapper.memory_bytes) == (set(), 0)
     assert wrapper.get_stats().reasons[Reason.ASLEEP] == 1
-
-
-def test_a_prewarm_under_way_ends_before_sleep_does() -> None:
-    """``sleep`` of another thread waits for the capture under way, which is the last one, and releases its graph."""
-    wrapper = AdaptiveCUDAGraphWrapper(double)
-    capture = wrapper._graphs.capture
-
-    def sleeping(*args: Any, **kwargs: Any) -> Any:
-        wrapper._graph_cache.is_asleep = True  # as ``sleep`` says before it waits
-        return capture(*args, **kwargs)
-
-    wrapper._graphs.capture = sleeping  # type: ignore[method-assign]
-    with pytest.raises(CaptureError, match="sleep"):
-        wrapper.prewarm([8, 4], lambda descriptor: torch.randn(descriptor.num_tokens, 3))
-    assert kept(wrapper) == {8}
-    wrapper.sleep()
-    assert (kept(wrapper), wrapper.memory_bytes) == (set(), 0)
 
 
 def test_wrapper_reads_the_context() -> None:

@@ -37,21 +37,3 @@ def test_an_operator_is_the_cpus(name: str) -> None:
     there = [x.to(DEVICE) for x in here]
     torch.testing.assert_close(on_host((OF_TWO | CASES)[name](*there)), (OF_TWO | CASES)[name](*here))
     torch.testing.assert_close(on_host(there), here)
-
-
-@pytest.mark.parametrize(
-    ("fn", "words"),
-    [
-        (lambda x: x @ x[:2], "shapes|size"),
-        (lambda x: x.expand(2, 4, 4).add_(1), "more than one element"),
-        (lambda x: x + x.cpu(), "two devices"),
-        (lambda x: torch.nn.functional.linear(x, x.cpu(), x.cpu()[0]), "two devices"),
-        (lambda x: x.view(5), "invalid"),
-    ],
-)
-def test_a_wrong_argument_is_refused_at_once(fn: Callable[[torch.Tensor], Any], words: str) -> None:
-    """And the device goes on."""
-    x = torch.ones(4, 4, device=DEVICE)
-    with pytest.raises(RuntimeError, match=words):
-        fn(x)
-    assert x.sum().item() == 16

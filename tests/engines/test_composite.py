@@ -129,19 +129,6 @@ def test_a_graph_that_its_owner_released_is_passed_over() -> None:
     assert not first.has_graph(KEY)
 
 
-def test_a_graph_released_under_a_waiting_call_leaves_it_to_its_runner() -> None:
-    """Where its owner releases it between the decision and the replay, that member's runner serves."""
-    first, gone = CudagraphDispatcher(lambda x: x * 2), entry()
-    first.register_graph(KEY, gone)
-    for _ in range(3):
-        first.dispatch(KEY, torch.randn(4, 3))
-    chosen = pair(first, member("b", KEY)).choose(KEY)
-    gone.release()
-    answer = chosen.dispatcher.run_chosen(KEY, chosen, (torch.ones(4, 3),), {})
-    assert torch.equal(answer, torch.full((4, 3), 2.0))
-    assert (first.has_graph(KEY), first.stats.eager) == (False, 2)
-
-
 class Notes(DefaultDispatchPolicy):
     """Learns nothing, and notes what it hears."""
 

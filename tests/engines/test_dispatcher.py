@@ -1,6 +1,5 @@
 """``CudagraphDispatcher``: runs each key by a registered graph, padded if need be, or eagerly, and counts why."""
 
-import threading
 from collections.abc import Collection
 from typing import Any
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import (
-    AdaptiveDispatchPolicy,
     BatchDescriptor,
     CudagraphDispatcher,
     CUDAGraphEntry,
@@ -28,7 +26,7 @@ from graphdispatch.engines import (
 from graphdispatch.errors import ConfigError
 from graphdispatch.testing import MockCUDAGraph
 
-from ..helpers import double, in_threads, scripted
+from ..helpers import double, scripted
 
 EAGER, FULL, PIECEWISE, HYBRID = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE, DispatchMode.HYBRID
 KEY, OTHER = DispatchKey(4, 4), DispatchKey(8, 8)
@@ -64,12 +62,6 @@ def serve(dispatcher: Any, key: DispatchKey = KEY, times: int = 1) -> None:
     for _ in range(times):
         x = torch.randn(key.num_tokens, 3)
         assert torch.equal(dispatcher.dispatch(key, x), x * 2)
-
-
-class ByHand(AdaptiveDispatchPolicy):
-    """Learns what the test records, and no measured times."""
-
-    learns = False
 
 
 class Chooses(DispatchPolicy):
@@ -118,17 +110,6 @@ def test_has_and_get_know_what_was_registered() -> None:
     assert (dispatcher.has_graph(KEY), dispatcher.num_graphs) == (True, 2)
 
 
-def test_clearing_forgets_graphs_and_keeps_counts() -> None:
-    """The graphs belong to whoever registered them and are not released."""
-    graph = scripted()
-    dispatcher = over((KEY, graph), runner=eager)
-    dispatcher.dispatch(KEY)
-    dispatcher.clear_cache()
-    assert (dispatcher.dispatch(KEY), dispatcher.num_graphs) == ("eager", 0)
-    assert (dispatcher.stats.graph, dispatcher.stats.eager) == (1, 1)
-    assert graph.is_captured
-
-
 def test_given_outputs_are_returned() -> None:
     """``outputs`` goes before the graph's own."""
     dispatcher = CudagraphDispatcher(eager)
@@ -167,22 +148,6 @@ def test_in_hybrid_mode_the_policy_chooses(mode: DispatchMode, answer: str) -> N
     assert policy.offered[1:] == [{FULL, EAGER}]
     only_full = over((KEY, scripted("full")), runner=eager, policy=policy)
     assert only_full.dispatch(KEY) == ("full" if mode is FULL else "eager")  # a mode that was not offered is eager
-
-
-def test_a_trial_is_one_call_where_the_policy_does_not_choose_the_kind_of_graph() -> None:
-    """A graph that is slower than eager serves the call that tries it again, and no other."""
-    policy = ByHand()
-    dispatcher = over((KEY, scripted("full")), runner=eager, policy=policy)
-    dispatcher.disable_mode(HYBRID)
-    for mode, latency in ((FULL, 2.0), (EAGER, 1.0)):
-        for _ in range(3):
-            dispatcher.dispatch(KEY)
-            policy.record(KEY, mode, latency)
-    answers = []
-    for _ in range(400):
-        answers.append(dispatcher.dispatch(KEY))
-        policy.record(KEY, FULL if answers[-1] == "full" else EAGER, 2.0 if answers[-1] == "full" else 1.0)
-    assert answers[-200:].count("full") in (1, 2)
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
@@ -379,27 +344,6 @@ def test_the_line_names_the_policy_a_disabled_mode_and_a_capture(four: CUDAGraph
     assert dispatcher.explain(decode(4), X4).startswith("eager, 4 rows: graphs are switched off")
 
 
-SEQ_LENS = st.sampled_from([0, 0, 16, 64])
-DISPATCH_KEYS = st.builds(DispatchKey, st.integers(1, 12), st.integers(1, 12), SEQ_LENS, st.booleans())
-
-
-@given(keys=st.sets(DISPATCH_KEYS, max_size=8), key=DISPATCH_KEYS)
-def test_a_registered_graph_has_room_for_what_it_serves(
-    four: CUDAGraphEntry, keys: set[DispatchKey], key: DispatchKey
-) -> None:
-    """Enough tokens, requests and sequence length, and the same kind; a key of its own is served exactly."""
-    served, reason = serving(over(*((one, four) for one in keys)), key)
-    if key in keys:
-        assert (served, reason) == (key, Reason.EXACT)
-    elif served is not None:
-        assert served in keys
-        assert served.is_prefill is key.is_prefill
-        assert served.num_tokens >= key.num_tokens
-        assert served.num_reqs >= min(key.num_reqs, key.num_tokens)
-        assert served.max_seq_len >= key.max_seq_len
-        assert bool(served.max_seq_len) is bool(key.max_seq_len)
-
-
 @given(sizes=st.sets(st.integers(1, 16), min_size=1, max_size=6), rows=st.integers(1, 17))
 def test_decode_is_decided_as_by_the_key_dispatcher(four: CUDAGraphEntry, sizes: set[int], rows: int) -> None:
     """The dispatcher that runs graphs and the one that only decides agree on mode, size and reason."""
@@ -424,23 +368,6 @@ def test_an_entry_of_two_keys_goes_from_one_alone() -> None:
     assert dispatcher.num_graphs == 2
 
 
-def test_a_call_that_chose_the_older_graph_does_not_bring_it_back() -> None:
-    """It runs eagerly, makes no group that nobody would forget, and what it drops is not the newer graph."""
-    dispatcher = over((KEY, entry()))
-    worker = dispatcher.workers[0]
-    older = dispatcher.choose(KEY).found
-    newer = entry()
-    dispatcher.register_graph(KEY, newer)
-    x = torch.randn(4, 3)
-    assert torch.equal(worker.server.serve(older.route, (x,), {}), x * 2)
-    assert worker.server.local.decision.reason is Reason.NOT_CAPTURED
-    assert not worker.server.graphs.groups
-    worker.drop(older.route)
-    serve(dispatcher, times=2)
-    dispatcher.register_graph(OTHER, scripted())
-    assert (dispatcher.get_graph(KEY), dispatcher.stats.graph) == (newer, 1)
-
-
 def test_registering_over_and_over_leaves_nothing_behind() -> None:
     """One key, one graph, one group, however often it is registered and called; a released entry is refused."""
     dispatcher, again = CudagraphDispatcher(double), entry()
@@ -459,35 +386,6 @@ def test_addresses_that_are_none_are_refused(given: Any) -> None:
     """At once, and not at the first call."""
     with pytest.raises(ConfigError, match="input_ptrs must be addresses"):
         CudagraphDispatcher(double).register_graph(KEY, scripted(), input_ptrs=given)
-
-
-def test_a_runner_may_register_while_it_is_compared() -> None:
-    """Another thread that replaces the same graph at that time does not hang it, nor the other way round."""
-    comparing = replaced = False
-    inside, published = threading.Event(), threading.Event()
-
-    def runner(x: torch.Tensor) -> torch.Tensor:
-        nonlocal replaced
-        if comparing and not replaced:
-            replaced = True
-            inside.set()
-            while dispatcher.get_graph(KEY) is not newer:
-                assert not published.wait(0.001)
-            dispatcher.register_graph(OTHER, scripted())
-        return x * 2
-
-    dispatcher, newer = over((KEY, entry()), runner=runner), scripted()
-
-    def replace() -> None:
-        try:
-            assert inside.wait(30)
-            dispatcher.register_graph(KEY, newer)
-        finally:
-            published.set()
-
-    comparing = True
-    in_threads(replace, lambda: serve(dispatcher))
-    assert (dispatcher.get_graph(KEY), dispatcher.has_graph(OTHER)) == (newer, True)
 
 
 def test_an_entry_of_another_function_is_compared_with_the_runner() -> None:

@@ -250,11 +250,6 @@ def test_the_remedies_of_missing_keys_are_right() -> None:
     assert made.decide(8, 4, query_len=2).reason.is_graph
 
 
-def test_a_miss_says_what_there_is() -> None:
-    """The line for a person names the variants."""
-    assert full(desc(8, variant="a")).decide(8, variant="b").explain().endswith("captured: a)")
-
-
 def test_a_decision_does_not_depend_on_the_order_of_the_keys() -> None:
     """Processes with other hash seeds decide alike, also between keys that serve the same batches."""
     code = (
