@@ -15,9 +15,12 @@ from torch import Tensor
 
 from graphdispatch import Reason, eager_break, graphed
 from graphdispatch.backends import get_backend
+from graphdispatch.backends.code_events import CodeListener
+from graphdispatch.backends.cpu.backend import CPUBackend
+from graphdispatch.backends.cpu.recorder import Recorder
 from graphdispatch.runtime.collector import paused_collector
 
-from ..helpers import AT_ONCE, Behind, Spy, check_calls, check_rows, make, reason
+from ..helpers import AT_ONCE, Behind, Spy, batch, check_calls, check_rows, make, reason
 from ..thread_streams import ThreadBackend
 from .forks import in_child
 from .inject import nothing_left_behind
@@ -229,6 +232,41 @@ def test_a_pad_function_may_refuse_numbers() -> None:
     step = make(pad={"x": pad}, sizes=(4,))
     check_calls(step, *torch.rand(6, 3, 2).unbind())
     assert step.last_decision.reason is Reason.PADDED
+
+
+@pytest.mark.parametrize("is_prewarm", [False, True], ids=["call", "prewarm"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (CPUBackend, "make_pool"),
+        (CPUBackend, "begin_capture"),
+        (Recorder, "pause"),
+        (CodeListener, "end"),
+        (torch.utils._python_dispatch, "_pop_mode"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_interrupt_between_two_steps_leaves_nothing(
+    owner: Any, name: str, is_prewarm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes when one of the steps of a capture is done, and what that has begun or ended is not known yet."""
+    work = getattr(owner, name)
+
+    def stopped(*args: Any) -> Any:
+        monkeypatch.undo()
+        work(*args)
+        raise KeyboardInterrupt
+
+    step = make(sizes=(4,))
+    with nothing_left_behind(step):
+        monkeypatch.setattr(owner, name, stopped)
+        with suppress(KeyboardInterrupt, RuntimeError):  # torch's own steps then fail
+            (step.prewarm if is_prewarm else step)(batch(4))
+    monkeypatch.undo()
+    check_rows(step, 4, 4, 4)
+    step.prewarm(batch(4))
+    check_rows(step, 4)
+    assert step.last_decision.reason is Reason.EXACT
 
 
 def stop_behind_copies(operator: Any, result: Any) -> Any:

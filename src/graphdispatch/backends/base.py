@@ -21,21 +21,23 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, final
 from weakref import WeakValueDictionary
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from ..copying import NotCopied, Shared, make_lock, renew_in_child
 from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..reasons import Reason
+from .code_events import listen_as_before, listening
 from .diagnosis import LOST, MEMORY, Diagnosis, diagnose
 from .operator_mode import OperatorMode, run_kernel
 
-CAPTURE_LOCK = make_lock()
+CAPTURE_LOCK: Any = make_lock()
 _POLLS = 4  # times that are looked at in one call
 
 
@@ -322,6 +324,40 @@ class _Watch(threading.local):
         """How many ``watched`` blocks the thread is in."""
         self.is_capturing = False
         """Whether the thread's work is recorded, where the backend's ``is_capturing`` reads that (``done_by_core``)."""
+        self.capture: Capture | None = None
+        """The capture that the thread has begun last, while it is in such a block."""
+
+
+class _Watched(AbstractContextManager[None]):
+    """A ``watched`` block. An interrupt may come between any two steps of what is put up and taken down in it, so what
+    it leaves behind ends with the block: the capture and its lock, modes of operators, and who hears of code."""
+
+    def __init__(self, watch: _Watch) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        self._depth, self._had_lock = self._watch.depth, CAPTURE_LOCK._is_owned()
+        self._modes, self._listener = _get_current_dispatch_mode_stack(), listening()
+        self._watch.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if self._watch.capture is not None:
+            self._watch.capture.abort()
+        restore_modes(self._modes)
+        listen_as_before(self._listener)
+        while not self._had_lock and CAPTURE_LOCK._is_owned():
+            CAPTURE_LOCK.release()
+        self._watch.capture, self._watch.depth = None, self._depth
+
+
+def restore_modes(stack: list[Any]) -> None:
+    """Leave the thread with these modes of operators: one that is entered while a tensor subclass fails may stay
+    behind."""
+    if _get_current_dispatch_mode_stack() != stack:
+        while torch._C._len_torch_dispatch_stack():
+            _pop_mode()
+        for mode in stack:
+            _push_mode(mode)
 
 
 class CopyKernel(NamedTuple):
@@ -445,14 +481,9 @@ class Backend(Shared, ABC):
         return nullcontext()
 
     @final
-    @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """Mark a block in which the calling thread's work is captured or compared. Nothing may replay in it."""
-        self.watch.depth += 1
-        try:
-            yield
-        finally:
-            self.watch.depth -= 1
+        return _Watched(self.watch)
 
     @property
     def is_settled(self) -> bool:

@@ -138,6 +138,15 @@ if sys.version_info >= (3, 12):
         if paused is not None:
             paused.is_paused = False
 
+    def listening() -> CodeListener | None:
+        """What ``listen_as_before`` takes: who hears of the calling thread's code now."""
+        return _listeners.get(get_ident())
+
+    def listen_as_before(former: Any) -> None:
+        """Have those listen no more who began since, and were stopped before they could end that."""
+        while (last := _listeners.get(get_ident())) not in (None, former):
+            _end(last)
+
     def _take_tool() -> int | None:
         """The number under which this process listens; None if others have taken all."""
         if not _taken:
@@ -222,6 +231,14 @@ if sys.version_info >= (3, 12):
         return None
 
 else:
+    listening = sys.getprofile
+
+    def listen_as_before(former: Any) -> None:
+        """The same as above."""
+        present = sys.getprofile()
+        is_left = present is None or isinstance(getattr(present, "__self__", None), CodeListener)
+        if is_left and present != former:
+            sys.setprofile(former)
 
     def _begin(listener: CodeListener) -> bool:
         listener.outer = sys.getprofile()

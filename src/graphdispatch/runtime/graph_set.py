@@ -216,10 +216,11 @@ class GraphSet:
         cache = self.cache
         if cache.backend is None:
             try:
-                cache.backend = get_backend("auto", device)
+                backend = get_backend("auto", device)
             except BackendError as error:
                 return Refusal(Reason.DEVICE_UNSUPPORTED, str(error))
-            cache.pool = cache.backend.make_pool()
+            cache.pool = backend.make_pool()
+            cache.backend = backend  # last, since whoever sees it takes the pool for chosen, too
         rules.check_names(self.fn, call)
         why_not = refusal(call.leaves, leaves, rules, cache.backend.device)
         return why_not if why_not is not None else Signature(call.leaves, leaves, rules, cache.backend.device)

@@ -100,7 +100,7 @@ class AcceleratorCapture(Capture):
     """
 
     def __init__(self, pool: AcceleratorPool) -> None:
-        self._pool = pool
+        self._pool, pool.backend.watch.capture = pool, self
         kernel = pool.backend.copy_kernel
         self._outlet = None if kernel is None else Outlet(kernel, pool.device)
         self.resume()

@@ -31,7 +31,7 @@ from ...errors import BackendError, CaptureError, ReplayError
 from ...native import done_by_core
 from ...native.tape import TAPE
 from ...reasons import Reason
-from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, Pool, Stream
+from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, Pool, Stream, restore_modes
 from ..host_reads import SaysCapturing
 from ..operator_mode import OperatorMode, reveal_operators
 from .program import Binding, Step, tell
@@ -289,6 +289,7 @@ class _CPUCapture(Capture):
         self._modes = ExitStack()
         self._stack = _get_current_dispatch_mode_stack()
         reveal_operators(backend.device)
+        backend.watch.capture = self
         CAPTURE_LOCK.acquire()
         try:
             self._modes.enter_context(SaysCapturing(backend.is_capturing))
@@ -367,19 +368,10 @@ class _CPUCapture(Capture):
 
     def _close(self) -> None:
         self._backend.watch.is_capturing = self.is_open = False
-        _restore_modes([*self._stack, self._recorder])  # which a watching mode may have replaced
+        restore_modes([*self._stack, self._recorder])  # which a watching mode may have replaced
         try:
             self._modes.close()
         finally:
-            _restore_modes(self._stack)
+            restore_modes(self._stack)
             del self._recorder
             CAPTURE_LOCK.release()
-
-
-def _restore_modes(stack: list[Any]) -> None:
-    """Leave the thread with these modes: one that is entered while a tensor subclass fails may stay behind."""
-    if _get_current_dispatch_mode_stack() != stack:
-        while torch._C._len_torch_dispatch_stack():
-            _pop_mode()
-        for mode in stack:
-            _push_mode(mode)
