@@ -10,7 +10,7 @@ from .refused import REFUSED
 from .runs import judge, refusal
 
 
-@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.filterwarnings("ignore:index_reduce", "ignore:Using torch.cross")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_program_that_mixes_rows_or_follows_their_number_is_refused(name: str) -> None:
     """A fault, or a restriction that excludes other batches, says so. Eagerly it runs."""

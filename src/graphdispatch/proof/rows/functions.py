@@ -58,6 +58,8 @@ _SIZE_PLACES = {
 }
 """Which of their arguments functions take as sizes; what no rule takes for one narrows the run."""
 _SIZE_NAMES = frozenset({"size", "sizes", "shape", "repeats", "dims", "end", "length"})
+_DECIDES: dict[str, Callable[[Array], Array]] = {"cross": lambda size: size == 3, "cdist": lambda size: size > 25}
+"""Functions that C++ computes in one way or another by each size of their tensors, and what decides."""
 _FOR_USERS = {*AROUND_CALLABLES, host_reads.__file__}
 """Files of this package whose code calls functions of torch for the user's code."""
 _TRANSFORMS = os.path.join("torch", "_functorch", "")
@@ -108,6 +110,7 @@ class Functions(TorchFunctionMode):
         try:
             if name in _DATA and run.any_follows(args, kwargs):
                 run.doubt(f"{name}() takes data to the host")
+            self._decide(name.partition(".")[0], args, kwargs)
             if name == "tensor_split" and run.any_follows(args[1:], kwargs):
                 run.doubt("tensor_split() by data")
             plain_args, plain_kwargs = caller.plain() if _has_numbers((args, kwargs)) else (args, kwargs)
@@ -124,6 +127,13 @@ class Functions(TorchFunctionMode):
         finally:
             run.caller = outer
         return out
+
+    def _decide(self, name: str, *trees: Any) -> None:
+        """Bind the run to batches for which C++ takes the same way in this function."""
+        for tensor in tensors_in(*trees) if name in _DECIDES else ():
+            label = self.run.label(tensor)
+            for dim in label.dims if label is not None else ():
+                self.run.space.restrict(_DECIDES[name](self.run.sizes.values(dim)), f"{name}() decides by sizes")
 
     def _size_of_map(self, size: Num) -> Any:
         """A plain number for a transform of torch.func, which hands it to C++: what it maps, no rule tells."""
