@@ -145,7 +145,10 @@ def test_a_weak_reference_is_the_same_memory(backend: Backend, draw: Draw) -> No
 
 def test_errors_are_classified(backend: Backend) -> None:
     """Memory that ran out is an error of its own kind."""
-    assert backend.classify_error(torch.OutOfMemoryError("full")) is Reason.OUT_OF_MEMORY
+    for full in (torch.OutOfMemoryError("full"), MemoryError()):
+        assert backend.classify_error(full) is Reason.OUT_OF_MEMORY
+    of_the_host = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+    assert get_backend("cpu").classify_error(of_the_host) is Reason.OUT_OF_MEMORY
     assert backend.classify_error(ValueError("no")) is Reason.CAPTURE_FAILED
 
 

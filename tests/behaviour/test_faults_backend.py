@@ -2,7 +2,6 @@
 
 import gc
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,60 +14,7 @@ from graphdispatch.errors import FallbackError
 from graphdispatch.runtime.outputs import Outputs
 
 from ..helpers import AT_ONCE, check_rows, collector_off, make
-from .inject import WIDTH, Faults, batch, nothing_left_behind
-
-ERRORS: dict[str, tuple[Callable[[], BaseException], Reason]] = {
-    "error": (ArithmeticError, Reason.CAPTURE_FAILED),
-    "memory of torch": (torch.OutOfMemoryError, Reason.OUT_OF_MEMORY),
-    "memory of Python": (MemoryError, Reason.OUT_OF_MEMORY),
-    "memory of the allocator": (
-        lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
-        Reason.OUT_OF_MEMORY,
-    ),
-}
-
-
-def stateful() -> tuple[Callable[[Tensor, Tensor], Tensor], list[Tensor]]:
-    """A callable that writes a cache by index and a counter, and both of these."""
-    weight = torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH)
-    cache, ticks = torch.zeros(8, WIDTH), torch.zeros(1)
-
-    def step(x: Tensor, slots: Tensor) -> Tensor:
-        hidden = x @ weight
-        cache.index_copy_(0, slots, hidden)
-        ticks.add_(1)
-        return hidden / 2 + cache[slots] * ticks
-
-    return step, [cache, ticks]
-
-
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("point", ["begin", "end", "arena", "replay"])
-def test_a_capture_that_fails_is_contained(faults: Faults, point: str, error: str) -> None:
-    """Wherever it fails, and for whatever cause, the call has eager's answer and effects, once. Its size is
-    quarantined with the reason; other graphs stay and serve."""
-    (fn, state), (twin, expected) = stateful(), stateful()
-    step = make(fn, dynamic={"x": 0, "slots": 0}, sizes=(3, 5))
-
-    def agrees(number: int, rows: int) -> Reason:
-        with nothing_left_behind(step):
-            assert torch.equal(step(*batch(number, rows)), twin(*batch(number, rows)))
-        assert all(map(torch.equal, state, expected))
-        return step.last_decision.reason
-
-    served = [agrees(number, 5) for number in range(3)]
-    assert served == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
-    cause, reason = ERRORS[error]
-    faults.set(point, 1, error=cause)
-    reason = Reason.REPLAY_FAILED if (point, error) == ("replay", "error") else reason
-    assert agrees(3, 3) is reason
-    assert type(cause()).__name__ in step.last_decision.detail
-    visits = faults.visits[point]
-    assert visits, "the fault was never reached"
-    assert agrees(4, 3) is reason
-    assert faults.visits[point] == visits
-    assert [entry.size for entry in step.entries] == [5]
-    assert agrees(5, 5) is Reason.EXACT
+from .inject import Faults, nothing_left_behind
 
 
 def test_a_quarantine_outlives_the_weights(faults: Faults) -> None:

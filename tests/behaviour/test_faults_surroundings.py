@@ -1,5 +1,5 @@
-"""Faults of the user's own code (a pad function, a handler of signals, the model itself), and among streams, threads
-and the collector."""
+"""Faults of the user's own code (a pad function, a handler of signals, the model itself), and among threads and the
+collector."""
 
 import gc
 import signal
@@ -13,80 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdispatch import Reason, eager_break, graphed
-from graphdispatch.backends import get_backend
+from graphdispatch import Reason, graphed
 from graphdispatch.backends.code_events import CodeListener
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.cpu.recorder import Recorder
 from graphdispatch.runtime.collector import paused_collector
 
 from ..helpers import AT_ONCE, Behind, Spy, batch, check_calls, check_rows, make, reason
-from ..thread_streams import ThreadBackend
 from .forks import in_child
 from .inject import nothing_left_behind
-
-
-def fail() -> None:
-    """A piece of work that breaks down."""
-    raise ArithmeticError("the work broke down")
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_a_call_on_a_stream_is_done_when_it_returns(mode: str) -> None:
-    """The calling thread copies in and out itself: it waits for what the stream has, and for the replay."""
-    weight = torch.randn(256, 256)
-    middle = eager_break(lambda h: h * 2) if mode == "PIECEWISE" else lambda h: h * 2
-    step = make(lambda x: middle(x @ weight) @ weight, sizes=(64,), backend=ThreadBackend.name, mode=mode)
-    check_rows(step, *[64] * 3, width=256)
-    stream = get_backend(ThreadBackend.name).make_stream()
-    gate = threading.Event()
-    with get_backend(ThreadBackend.name).use_stream(stream):
-        for number in range(5):
-            x, late = torch.zeros(64, 256), torch.randn(64, 256)
-            stream.submit(gate.wait)
-            stream.submit(lambda x=x, late=late: x.copy_(late))
-            gate.set()
-            assert torch.equal(step(x), step.unwrap()(late)), number
-            assert step.last_decision.reason is Reason.EXACT
-    stream.close()
-
-
-@pytest.mark.parametrize("ended", ["failed", "closed"])
-def test_a_stream_that_ended_badly_does_not_hold_others_up(ended: str) -> None:
-    """Who synchronizes it gets its failure; the next calls of the graph, elsewhere, are served."""
-    backend = get_backend(ThreadBackend.name)
-    step = make(backend=ThreadBackend.name)
-    check_rows(step, 4, 4, 4)
-    stream = backend.make_stream()
-    with backend.use_stream(stream):
-        check_rows(step, 4)
-        if ended == "failed":
-            stream.submit(fail)
-    if ended == "closed":
-        stream.close()
-    for _ in range(2):
-        with nothing_left_behind(step):
-            check_rows(step, 4)
-        assert step.last_decision.reason is Reason.EXACT
-    if ended == "failed":
-        with pytest.raises(ArithmeticError, match="broke down"):
-            stream.close()
-
-
-def test_a_failed_stream_tells_its_own_next_call() -> None:
-    """A call on a stream whose earlier work failed gets that failure, once; nothing was copied or counted."""
-    backend = get_backend(ThreadBackend.name)
-    step = make(backend=ThreadBackend.name)
-    check_rows(step, 4, 4, 4)
-    hits = step.stats.hits
-    stream = backend.make_stream()
-    with backend.use_stream(stream):
-        stream.submit(fail)
-        with nothing_left_behind(step), pytest.raises(ArithmeticError, match="broke down"):
-            step(torch.randn(4, 3))
-        assert step.stats.hits == hits
-        check_rows(step, 4)
-    stream.close()
 
 
 def test_stale_graphs_serve_nobody_while_they_are_released() -> None:

@@ -90,29 +90,6 @@ def test_only_a_call_in_training_mode_is_trainable() -> None:
     assert settled(Net().eval()).native.trainable() is False
 
 
-def test_python_reads_a_mode_that_the_guard_does_not_compare() -> None:
-    """A class that computes its mode may change it without a change of state."""
-
-    class Odd(nn.Module):
-        mode = True
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def __getattribute__(self, name: str) -> Any:
-            return Odd.mode if name == "training" else super().__getattribute__(name)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.weight
-
-    guard = settled(Odd())
-    assert guard.native is None or guard.native.trainable() is None
-    assert guard.trainable
-    Odd.mode = False
-    assert not guard.trainable
-
-
 def test_no_references_are_left_behind() -> None:
     """Guards take references and give them back, however they end; a check leaves the counts as they were, whether it
     holds or not."""
@@ -260,15 +237,6 @@ def test_a_change_is_noticed_until_it_is_taken_back(name: str, monkeypatch: pyte
         assert guard.native is native
 
 
-def test_a_variable_in_the_place_of_a_builtin_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there was none."""
-    native = settled(Net().eval()).native
-    monkeypatch.setitem(globals(), "len", lambda kinds: 7)
-    assert not native.holds()
-    monkeypatch.undo()
-    assert native.holds()
-
-
 def test_a_guard_relies_on_changes_of_dicts_that_are_watched_alone() -> None:
     """One that was made while no dict was watched compares them, whatever is used later."""
     net = Net().eval()
@@ -281,35 +249,6 @@ def test_a_guard_relies_on_changes_of_dicts_that_are_watched_alone() -> None:
         net.factor = factor
         assert not native.holds()
         net.factor = was
-
-
-@pytest.mark.skipif(not USES_CHANGES, reason="this Python tells of no changes to dicts")
-def test_dicts_are_not_looked_at_while_none_is_changed() -> None:
-    """A key that tells when it is compared stays silent, until some watched dict is changed."""
-    compared: list[object] = []
-
-    class Key(str):
-        __slots__ = ()
-
-        def __eq__(self, other: object) -> bool:
-            compared.append(other)
-            return str.__eq__(self, other)
-
-        __hash__ = str.__hash__
-
-    native = GUARD(**{**EMPTY, "tables": (({Key("name"): 1.5}, None, ("name", 1.5), ()),)})
-    watched = {"a": 1}
-    GUARD(**{**EMPTY, "tables": ((watched, None, ("a", 1), ()),)})
-    CORE.skip_dicts(False, USES_CHANGES)
-    assert native.holds()
-    count = len(compared)
-    assert count
-    assert native.holds()
-    assert len(compared) == count
-    watched["a"] = 2
-    assert native.holds()
-    assert len(compared) > count
-    CORE.skip_dicts(USES_VERSIONS, USES_CHANGES)
 
 
 def test_threads_check_while_one_changes() -> None:

@@ -228,37 +228,6 @@ def test_each_thread_has_its_own_decision(way: str) -> None:
     assert step.stats.hits == hits + 1
 
 
-def test_a_changed_class_is_seen(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fields are read where they lie only as long as nobody changes their class, or an object's class."""
-    step = settled(lambda x: x * 2, torch.ones(ROWS, 2))
-    entry, batch = step.entries[0], torch.ones(ROWS, 2)
-    assert served(step, batch)[1]
-
-    class Watched(type(entry)):  # type: ignore[misc]
-        __slots__ = ()
-
-        @property
-        def default_device(self) -> Any:
-            seen.append("subclass")
-            return None
-
-    seen: list[str] = []
-    entry.__class__ = Watched
-    assert served(step, batch)[1]
-    assert "subclass" in seen
-    entry.__class__ = Watched.__base__
-    seen.clear()
-    slot = Watched.__base__.writes_outside
-    read = property(lambda self: (seen.append("class"), slot.__get__(self))[1])
-    monkeypatch.setattr(Watched.__base__, "writes_outside", read)
-    assert served(step, batch)[1]
-    assert "class" in seen
-    monkeypatch.undo()
-    seen.clear()
-    assert served(step, batch)[1]
-    assert not seen
-
-
 def test_calls_that_are_all_alike_become_hits(way: str) -> None:
     """Of one row of whole numbers no other batch can be made; another one of the caller's is compared as ever."""
     table = torch.rand(5, 2)

@@ -5,7 +5,6 @@ That it gives the same bits is a claim of ``tests/backends/test_replays.py``.
 
 import math
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from graphdispatch import ReplayError
-from graphdispatch.backends import get_backend
 from graphdispatch.backends.cpu.backend import CPUGraph, CPUPool, loop
 from graphdispatch.backends.cpu.program import Step, run_and_copy
 from graphdispatch.backends.operators import bits_equal
@@ -151,22 +149,6 @@ def test_the_gil_is_released() -> None:
     assert not barrier.broken
 
 
-def test_a_stream_replays_natively() -> None:
-    """Work on a stream's thread is the tape's too, and its errors come to who waits."""
-    backend = get_backend("cpu")
-    index, table = torch.zeros(2, dtype=torch.int64), torch.randn(4, 3)
-    graph, out = recorded(lambda: table.index_select(0, index))
-    stream = backend.make_stream()
-    with backend.use_stream(stream):
-        index.fill_(2)
-        graph.replay()
-        assert bits_equal(out, table[[2, 2]])
-        index.fill_(7)
-        with pytest.raises(IndexError, match="out of range") as caught:
-            graph.replay()
-    assert "index_select" in caught.value.__notes__[0]
-
-
 def test_reset_frees_everything() -> None:
     """After ``reset`` nothing holds what the graph used, without a run of the collector."""
     x = [torch.randn(2, 3)]
@@ -220,26 +202,3 @@ def test_a_number_becomes_a_tensor_with_the_same_bits(
         tensor.copy_(tensor.flip(0) if tensor.dim() else x[1, 1])
     graph.replay()
     assert all(map(bits_equal, kept, fn(x, scalar, number)))
-
-
-def test_a_kernel_that_is_registered_later_is_seen() -> None:
-    """The dispatcher looks the kernel up at each replay."""
-    x = torch.randn(4)
-    graph, kept = recorded(lambda: x.exp().erf().exp())
-    seen: list[str] = []
-
-    def mine(given: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        seen.append("mine")
-        return out.fill_(0.5)
-
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            library.impl("erf.out", mine, "CPU")
-        graph.replay()
-    finally:
-        library._destroy()
-    assert seen == ["mine"]
-    assert bits_equal(kept, torch.full((4,), 0.5).exp())
-    graph.replay()
-    assert bits_equal(kept, x.exp().erf().exp())

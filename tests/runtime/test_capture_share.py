@@ -11,7 +11,6 @@ import torch
 
 import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
-from graphdispatch.errors import ConfigError
 from graphdispatch.runtime import gain as gains
 from graphdispatch.runtime.admission import Admission
 from graphdispatch.runtime.budget import CaptureBudget, EagerTimes, Work
@@ -53,12 +52,6 @@ def test_memory_is_bounded_by_the_window() -> None:
     assert len(admission._misses) == 101
 
 
-def test_options_are_checked() -> None:
-    """Counts are whole and positive."""
-    with pytest.raises(ConfigError, match="capture_after must be an integer >= 1, got 0"):
-        Admission(0)
-
-
 def served(sizes: Iterable[int], **options: object) -> Graphed[..., torch.Tensor]:
     """A step that was called once with a batch of each of these sizes, every answer compared with eager's."""
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=tuple(range(1, 41)), **with_options(options))  # type: ignore[call-overload]
@@ -95,13 +88,6 @@ def test_new_habits_displace_old_ones(sizes: list[int], options: Any, kept: list
     step = served(sizes, **options)
     assert [entry.size for entry in step.entries] == kept
     assert step.stats.evictions == evictions
-
-
-def test_a_full_cache_is_explained() -> None:
-    """A size that finds no room says so, and what to raise."""
-    step = served([1, 1, 1, 5, *[1] * 9], max_cached_graphs=1)
-    explained = step.explain(torch.randn(5, 3))
-    assert "the cache is full of graphs that are used more often; raise max_cached_graphs" in explained
 
 
 CALLS_FOR_ONE = 10  # with a share of a tenth, where work takes as long as a call

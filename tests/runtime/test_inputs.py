@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphdispatch as gd
 from graphdispatch import Graphed, Pad, Reason, graphed
@@ -201,34 +200,7 @@ def test_zero_as_a_pad_a_name_or_a_number(rule: Any) -> None:
     assert not bool(padding.any())
 
 
-class Copies(TorchDispatchMode):
-    """Notes the dtypes of each copy that torch makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[list[torch.dtype]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._foreach_copy_.default:
-            self.dtypes.append([one.dtype for one in args[0]])
-        elif func is torch.ops.aten.copy_.default:
-            self.dtypes.append([args[0].dtype])
-        return func(*args, **(kwargs or {}))
-
-
 MIXED = (torch.float32, torch.int64, torch.bfloat16, torch.int64, torch.float32)
-
-
-def test_inputs_of_one_dtype_are_copied_at_once() -> None:
-    """Torch copies a list of several dtypes one by one."""
-    specs = [replace(spec(0, Pad.zero(), position=place), dtype=dtype) for place, dtype in enumerate(MIXED)]
-    inputs = StaticInputs(specs, CAPACITY)
-    values = [torch.arange(12).reshape(4, 3).to(dtype) + place for place, dtype in enumerate(MIXED)]
-    with Copies() as copies:
-        inputs.load(values, 4, 4)
-    assert copies.dtypes == [[torch.float32] * 2, [torch.int64] * 2, [torch.bfloat16]]
-    for value, view in zip(values, inputs.views(4), strict=True):
-        assert torch.equal(view, value)
 
 
 @pytest.mark.parametrize("is_contiguous", [True, False])

@@ -11,7 +11,6 @@ import graphdispatch as gd
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.engines import named_sizes
 from graphdispatch.errors import ConfigError
-from graphdispatch.runtime.group import Hit
 
 from ..helpers import assert_served, check_calls, check_rows
 
@@ -32,14 +31,6 @@ def make(model: torch.nn.Module, **options: Any) -> Graphed[..., Any]:
 def serves(step: Graphed[..., Any], *rows: int) -> list[Reason]:
     """The reason of each call of so many rows, whose answer is eager's."""
     return check_rows(step, *rows, width=8, rtol=1.3e-6, atol=1e-5)
-
-
-def test_the_hits_are_made(model: torch.nn.Module) -> None:
-    """No call finds out for itself how its batch is served."""
-    step = make(model)
-    step.prewarm(torch.randn(4, 8))
-    (group,) = step._route.groups
-    assert sorted(rows for rows, hit in group.hits.items() if isinstance(hit, Hit)) == list(range(1, 17))
 
 
 def test_the_report_says_what_was_captured(model: torch.nn.Module) -> None:
@@ -292,17 +283,6 @@ def test_what_is_not_padded_is_said_with_its_line() -> None:
     assert check_rows(step, 3, width=8) == [Reason.ROWS_MIX]
     assert report.padding in str(step.health())
     assert graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4)).prewarm(torch.randn(4, 8)).padding == ""
-
-
-def test_what_is_not_padded_is_said_of_the_present_state() -> None:
-    """Of the graphs that were captured before ``eval()``, nothing is said."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout())
-    step = graphed(model.requires_grad_(False), dynamic={"input": 0}, sizes=(2, 4))
-    assert "aten::bernoulli_ draws random numbers" in (said := step.prewarm(torch.randn(4, 8)).padding)
-    assert "for dropout call eval()" in said
-    model.eval()
-    assert step.prewarm(torch.randn(4, 8)).padding == ""
-    assert check_rows(step, 3, width=8) == [Reason.PADDED]
 
 
 @pytest.mark.parametrize("example", [torch.randn(3, 7), torch.randn(3, 8).double()])

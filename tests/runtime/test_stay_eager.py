@@ -15,7 +15,7 @@ from graphdispatch import CUDAGraphOptions, Decision, FallbackError, Graphed, Re
 from graphdispatch.runtime import server
 from graphdispatch.runtime.group import StayEager
 
-from ..helpers import HAS_CORE, check_rows, double, serve_in_python
+from ..helpers import check_rows, double, serve_in_python
 
 ROWS = 4
 
@@ -315,18 +315,6 @@ def test_no_other_batch_is_looked_at_while_the_first_capture_waits(monkeypatch: 
     assert set(check_rows(step, *range(1, 8))) == {Reason.PADDED}
 
 
-def test_gradients_are_looked_for_where_they_are_on() -> None:
-    """Calls that needed gradients are served as soon as those are off."""
-    layer = nn.Linear(3, 3)
-    step = graphed(layer, dynamic={"input": 0}, sizes=(4,))
-    with torch.enable_grad():
-        for _ in range(40):
-            assert step(torch.ones(4, 3)).requires_grad
-            assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
-    layer.eval()
-    assert check_rows(step, *[4] * 4)[-1] is Reason.EXACT
-
-
 @pytest.mark.parametrize("is_asleep", [False, True])
 def test_answers_need_no_gradients_where_graphs_give_none(is_asleep: bool) -> None:
     """Of a module in ``eval()``, though gradients are on; but a call that needs them gets them, with its reason."""
@@ -369,22 +357,6 @@ def test_graphs_serve_beside_calls_that_fit_none() -> None:
         step(x, float(number + 1))
         step(x, 0.5)
     assert step.stats.hits > MANY - 10
-
-
-@pytest.mark.skipif(not HAS_CORE, reason="Python looks at the latest group alone")
-def test_what_fits_a_group_is_looked_at() -> None:
-    """A new size of a constant that came before is captured, though thousands of calls fitted no group."""
-    step = graphed(lambda x, t: x * t, dynamic={"x": 0}, sizes=(4, 8), options=CUDAGraphOptions(capture_share=None))
-    small, large = torch.ones(4, 3), torch.ones(8, 3)
-    for _ in range(4):
-        step(small, 0.5)
-    for number in range(2000):
-        step(small, float(number + 1))
-    assert torch.equal(step(small, 0.5), small * 0.5)
-    assert step.stats.reasons[Reason.CAPTURED_NOW] == 1
-    for _ in range(4):
-        assert torch.equal(step(large, 0.5), large * 0.5)
-    assert step.stats.reasons[Reason.CAPTURED_NOW] == 2
 
 
 def test_strict_raises_each_time() -> None:
