@@ -12,7 +12,7 @@ from .reasons import Reason
 from .showing import html_table, milliseconds
 from .sizes import cells_of
 
-_MOST_ROWS = 4096  # this many different numbers of rows get a counter of their own
+MOST_ROWS = 4096  # this many different numbers of rows get a counter of their own
 _MOST_CHANGES = 64  # this many different changes of state are counted
 
 
@@ -146,21 +146,6 @@ class CUDAGraphStats(HitCounts, _Counted):
         self._rows_of_hits: dict[int, int] = {}
         self._rows_of_eager: dict[int, int] = {}
 
-    def record_hit(self, counts: HitCounts) -> None:
-        """Count a call that a graph served. It takes no lock: the caller holds the lock of the graph's pool.
-
-        Args:
-            counts: What the call adds.
-        """
-        for name in COUNTED_BY_HITS:
-            setattr(self, name, getattr(self, name) + getattr(counts, name))
-        rows = counts.real_rows
-        try:
-            self._rows_of_hits[rows] += 1
-        except KeyError:
-            if len(self._rows_of_hits) < _MOST_ROWS:
-                self._rows_of_hits[rows] = 1
-
     def record_eager(self, reason: Reason, rows: int = 0) -> bool:
         """Count a call whose answer is eager's.
 
@@ -178,7 +163,7 @@ class CUDAGraphStats(HitCounts, _Counted):
             count = reasons[reason] = reasons[reason] + 1
             if rows in by_rows:
                 by_rows[rows] += 1
-            elif rows > 0 and len(by_rows) < _MOST_ROWS:
+            elif rows > 0 and len(by_rows) < MOST_ROWS:
                 by_rows[rows] = 1
         return count == 1
 
@@ -193,7 +178,7 @@ class CUDAGraphStats(HitCounts, _Counted):
         with self._lock:
             if gain is not None:
                 self.gains[graph] = gain
-                if len(self.gains) > _MOST_ROWS:
+                if len(self.gains) > MOST_ROWS:
                     del self.gains[next(iter(self.gains))]
             self.captures += 1
             self.capture_time_ms += time_ms

@@ -17,8 +17,6 @@ from graphdispatch.engines import EntryState
 from graphdispatch.native.bound import CORE
 from graphdispatch.runtime.replay import ReplayPlan
 from graphdispatch.runtime.server import Server
-from graphdispatch.sizes import Axis, pack
-from graphdispatch.stats import CUDAGraphStats
 
 from ..helpers import AT_ONCE, check_calls, check_rows, frames_of, in_threads, serve_in_python, with_options
 from ..runtime.test_inputs import RULES
@@ -48,29 +46,6 @@ def served(step: Graphed[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, boo
     hits = step.stats.hits
     answer = step(*args, **kwargs)
     return answer, step.stats.hits == hits + 1
-
-
-class _Other(CUDAGraphStats):
-    """Statistics that count in their own way."""
-
-    def record_eager(self, reason: Reason, rows: int = 0) -> bool:
-        """As always, and in another place."""
-        self.seen = [*getattr(self, "seen", []), reason]
-        return super().record_eager(reason, rows)
-
-
-@pytest.mark.parametrize("kind", [CUDAGraphStats, _Other])
-def test_eager_calls_are_counted_as_in_python(kind: type[CUDAGraphStats]) -> None:
-    """By reason and rows, of which at most 4,096 numbers are kept, and products where there are several lengths."""
-    assert CORE is not None
-    own, true = kind(), kind()
-    several = pack((Axis("rows", 0, 255), Axis("length", 8, 255)), (3, 5))
-    calls = [(Reason.ASLEEP, 0), (Reason.ROWS_MIX, several), (Reason.ASLEEP, 7), (Reason.ASLEEP, 7)]
-    calls += [(Reason.ROWS_MIX, rows) for rows in (*range(10, 5000), 4999, 10)]
-    assert [CORE.record_eager(own, *call) for call in calls] == [true.record_eager(*call) for call in calls]
-    assert own.to_dict() == true.to_dict()
-    assert own.rows == true.rows
-    assert 15 in own.rows
 
 
 VIEWS: dict[str, tuple[Callable[[], Tensor], bool]] = {

@@ -11,6 +11,7 @@ from graphdispatch import CUDAGraphStats
 from graphdispatch.engines import DispatchKey
 from graphdispatch.errors import ConfigError
 from graphdispatch.plan import Workload
+from graphdispatch.runtime.replay import count_hit
 
 from ..helpers import hit
 
@@ -69,7 +70,7 @@ def test_live_counters_are_a_workload() -> None:
     """Hits and eager calls by their rows; a wrapper's counters know none."""
     stats = CUDAGraphStats()
     for rows in (3, 3, 8):
-        stats.record_hit(hit(rows, 8))
+        count_hit(stats, hit(rows, 8))
     assert counted(Workload.from_stats(stats)) == {(3,): (2, 0), (8,): (1, 0)}
     with pytest.raises(ConfigError, match="stats must have counted calls by rows"):
         Workload.from_stats(CUDAGraphStats(knows_rows=False))

@@ -8,6 +8,8 @@ import torch
 
 from graphdispatch import CUDAGraphStats, Reason, graphed
 from graphdispatch.engines import DispatchMode, DispatchStats
+from graphdispatch.runtime.replay import count_hit
+from graphdispatch.sizes import Axis, pack
 
 from ..helpers import AT_ONCE, hit
 
@@ -30,8 +32,8 @@ def test_a_miss_is_a_fallback_unless_it_worked_on_a_graph(reason: Reason, fallba
 def test_counters_as_data_and_as_a_line() -> None:
     """Hits with the share of padded rows, in data that JSON can hold, in a status line; a reset forgets all."""
     stats = CUDAGraphStats()
-    stats.record_hit(hit(3, 4))
-    stats.record_hit(hit(5, 8))
+    count_hit(stats, hit(3, 4))
+    count_hit(stats, hit(5, 8))
     assert (stats.hits, stats.replays, stats.hit_rate) == (2, 2, 1.0)
     assert stats.padding_ratio == pytest.approx(4 / 12)
     stats.record_eager(Reason.NO_ROWS)
@@ -60,14 +62,18 @@ def test_captures_evictions_and_failures_are_counted_separately() -> None:
 
 
 def test_calls_are_counted_by_rows_in_bounded_memory() -> None:
-    """Hits and misses of known rows count together; beyond 4,096 numbers of each, sums alone go on."""
+    """Hits and misses of known rows count together, several lengths by their product; beyond 4,096 numbers of each,
+    sums alone go on."""
     stats = CUDAGraphStats()
-    stats.record_hit(hit(3, 4))
+    stats.record_eager(Reason.NO_ROWS, pack((Axis("rows", 0, 255), Axis("length", 8, 255)), (3, 5)))
+    assert stats.rows == {15: 1}
+    stats.reset()
+    count_hit(stats, hit(3, 4))
     stats.record_eager(Reason.FIRST_SIGHTING, 3)
     stats.record_eager(Reason.NO_ROWS)
     assert stats.rows == {3: 2}
     for rows in range(1, 10_001):
-        stats.record_hit(hit(rows, rows))
+        count_hit(stats, hit(rows, rows))
         stats.record_eager(Reason.ABOVE_LARGEST_SIZE, 10_000 + rows)
     assert (len(stats.rows), stats.rows[3], stats.hits, stats.misses) == (8191, 3, 10_001, 10_002)
     stats.reset()

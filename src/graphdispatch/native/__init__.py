@@ -26,6 +26,11 @@ def done_by_core(method: F) -> F:
     return method
 
 
+def is_done_by_core(method: Callable[..., Any]) -> bool:
+    """Whether a method has that mark."""
+    return getattr(method, "_is_done_by_core", False)
+
+
 def _load() -> tuple[ModuleType | None, str]:
     if not IS_ENABLED:
         return None, "GRAPHDISPATCH_NATIVE=0 turns it off"

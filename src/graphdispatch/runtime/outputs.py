@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress, repeat
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.utils._pytree import (
@@ -26,6 +26,12 @@ from ..backends.tracing import untraced
 from ..errors import StaleOutputError
 from ..sizes import Axis
 from .flatten import is_tensor
+
+WaysOut: TypeAlias = tuple[
+    Sequence[Callable[[], Any]], Callable[[list[Any]], Any], Sequence[tuple[int, int, torch.Size]]
+]
+"""What makes each tensor; what puts them together; and by the place of one that is an argument of the call, where it
+is among the call's values, and the shape that it has then."""
 
 
 class OutputView:
@@ -139,42 +145,27 @@ class Outputs:
             build = self._build
             self._build = lambda tensors: objects.close(build(tensors))
 
-    def taker(self, rows: int) -> Callable[[Sequence[Any] | None], Any]:
-        """What returns the outputs of the latest replay for ``rows`` real rows, given the values of the call or None.
-        Call it with the pool's lock held."""
+    def ways_out(self, rows: int) -> WaysOut:
+        """How the outputs of the latest replay are returned for ``rows`` real rows: what makes each tensor, what puts
+        them together, and which of them are arguments. Used with the pool's lock held."""
         cut, build = self.peek(rows), self._build
         if self._mode == "view":
-            return lambda _: OutputView(build(cut), self._pool)
+            return [], lambda _: OutputView(build(cut), self._pool), ()
         if self._mode != "clone" or not (any(self._is_own) or self.is_new):
-            return lambda _: build(cut)
+            return [], lambda _: build(cut), ()
         makers = [
             tensor.clone if own else tensor.detach if new else partial(_same, tensor)
             for tensor, own, new in zip(cut, self._is_own, self.is_new or repeat(False), strict=False)
         ]
-        if build is _only and not self._given:
-            (make,) = makers
-            return lambda _: make()
-        if self._firsts or self._given:
-            return partial(self._take_once, cut, makers)
-        return lambda _: build([make() for make in makers])
-
-    def _take_once(
-        self, cut: list[torch.Tensor], makers: Sequence[Callable[[], torch.Tensor]], values: Sequence[Any] | None
-    ) -> Any:
-        """Copies of the outputs, of which each is made once; those that are arguments are the caller's tensors."""
-        firsts = self._firsts or range(len(cut))
-        made: dict[int, torch.Tensor] = {}
-        for first in set(firsts):
-            position = self._given[first] if self._given else None
-            argument = values[position] if values is not None and position is not None else None
-            if argument is not None and argument.shape == cut[first].shape:
-                made[first] = argument
-            else:
-                made[first] = makers[first]()
-        return self._build([made[first] for first in firsts])
+        firsts = sorted(set(self._firsts)) or range(len(cut))  # each is made once
+        places = [firsts.index(first) for first in self._firsts]
+        pairs = enumerate(self._given[first] for first in firsts) if self._given else ()
+        returned = [(place, given, cut[firsts[place]].shape) for place, given in pairs if given is not None]
+        again: Callable[[list[Any]], Any] = (lambda made: build([made[p] for p in places])) if places else build
+        return [makers[first] for first in firsts], again, returned
 
     def parts(self, rows: int) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...], bool] | tuple[()]:
-        """What the core needs to return the outputs for ``rows`` real rows; empty where only ``taker`` can.
+        """What the core needs to return the outputs for ``rows`` real rows; empty where only ``ways_out`` tells.
 
         It is the tensors, whether each is the graph's own (the core clones these and returns the others themselves),
         and whether they form a tuple.

@@ -18,6 +18,7 @@ from ..stats import COUNTED_BY_HITS, CUDAGraphStats, Gain, HitCounts
 from .decide import Decision
 from .entry import CUDAGraphEntry
 from .group import GraphGroup
+from .replay import count_hit
 from .request import CaptureResult
 
 MOST_PARTS = 8
@@ -80,7 +81,7 @@ class Parts:
         """Count the call, as one. Call it with the pool's lock held."""
         every = [part.entry.plan(part.rows).counts for part in self.parts]
         sums = {name: sum(getattr(counts, name) for counts in every) for name in COUNTED_BY_HITS}
-        stats.record_hit(HitCounts(**sums | {"hits": 1}))
+        count_hit(stats, HitCounts(**sums | {"hits": 1}))
 
     def _cut(self, values: Sequence[Any], part: Part) -> list[Any]:
         cut = list(values)

@@ -5,7 +5,9 @@ there is a native core, ``run`` is that of ``native/core/plan.cpp``; the one her
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
+from operator import call, itemgetter
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
@@ -14,8 +16,9 @@ import torch
 from ..backends.tracing import in_range, is_profiled
 from ..errors import ReplayError
 from ..modes import EntryState
+from ..native import is_done_by_core
 from ..native.bound import CORE, in_core
-from ..stats import COUNTED_BY_HITS, CUDAGraphStats, HitCounts
+from ..stats import COUNTED_BY_HITS, MOST_ROWS, CUDAGraphStats, HitCounts
 from .overlap import Spans, may_overlap_itself, share_memory
 from .windows import WINDOWS, storages_of
 
@@ -45,7 +48,10 @@ class ReplayPlan:
         self.counts = HitCounts(hits=1, real_rows=real, padding_rows=computed - real)
         """What a hit adds to the counters."""
         self._load = entry.inputs.load if entry.inputs.specs else None
-        self._take = entry.outputs.taker(rows)
+        self._makers, self._build, self._returned = entry.outputs.ways_out(rows)
+        is_inline = is_done_by_core(entry.pool.order_after_last_use)
+        self._order = None if is_inline else entry.pool.order_after_last_use
+        """What orders a replay after the pool's last use; None where each has ended when it returns."""
         self._watched = entry.inputs.positions if entry.writes_outside else ()
         self._held = Spans(entry.held) if entry.mutated else None
         self._lent = storages_of(entry.outputs.lent(entry.size)) if entry.mutated else set()
@@ -53,10 +59,9 @@ class ReplayPlan:
         self.native: Any = None
         """The same replay in the core, which calls Python for every unusual case; None where there is no core."""
         if CORE is not None:
-            parts = entry.outputs.parts(rows)
-            self.native = CORE.Plan(
-                self, entry, rows, self._size, self.counts, inputs, self._take, self._watched, *parts
-            )
+            flags = is_inline, is_done_by_core(entry.backend.is_capturing)
+            about = self._size, self.counts, inputs, self._watched, *flags
+            self.native = CORE.Plan(self, entry, rows, *about, *entry.outputs.parts(rows))
 
     def clash(self, values: Sequence[Any]) -> str | None:
         """How the arguments of a call share memory that the graph writes, so that copies would not do; or None."""
@@ -94,7 +99,7 @@ class ReplayPlan:
         ``DeviceLostError``.
         """
         entry, pool = self._entry, self._pool
-        load, replay, take = self._load, self._draw if entry.uses_rng else self._graph.replay, self._take
+        load, replay, take = self._load, self._draw if entry.uses_rng else self._graph.replay, self.take
         if is_profiled():
             load = in_range("copy-in", entry.label, load) if load is not None else None
             replay, take = in_range("replay", entry.label, replay), in_range("copy-out", entry.label, take)
@@ -105,7 +110,8 @@ class ReplayPlan:
                 pool.refuse_inside_replay()
             if WINDOWS.open and entry.written is not None:
                 WINDOWS.refuse(entry)
-            pool.order_after_last_use()
+            if self._order is not None:
+                self._order()
             before = entry.backend.rng_state() if entry.uses_rng else None
             stage: ReplayStage = "load"
             try:
@@ -121,13 +127,14 @@ class ReplayPlan:
             except BaseException as error:
                 self.failed(error, values, stage, before)
             else:
-                entry.increment_replay()
+                entry.replay_count += 1
+                entry.last_used = next_use()
                 if values is not None and entry.mutated:
                     entry.copy_back(values, self.rows)
             finally:
                 pool.replaying_on = None
             if stats is not None:
-                stats.record_hit(self.counts)
+                count_hit(stats, self.counts)
             return result
 
     run = in_core(
@@ -138,10 +145,19 @@ class ReplayPlan:
             "windows": WINDOWS,
             "uses": next_use.__self__,  # type: ignore[attr-defined]
             "foreach_copy": torch._foreach_copy_,
-            "stats_type": CUDAGraphStats,
             "counted_by_hits": COUNTED_BY_HITS,
         },
     )(run_in_python)
+
+    def take(self, values: Sequence[Any] | None) -> Any:
+        """The outputs of the latest replay, given the values of the call or None. Call it with the pool's lock held."""
+        makers = self._makers
+        if self._returned and values is not None:
+            makers = [*makers]
+            for place, position, shape in self._returned:
+                if values[position].shape == shape:
+                    makers[place] = partial(itemgetter(position), values)
+        return self._build(list(map(call, makers)))
 
     def _draw(self) -> None:
         with self._entry.backend.drawing():
@@ -156,3 +172,12 @@ class ReplayPlan:
         if stage == "run" and values is not None and self._entry.mutated:
             self._entry.copy_back(values, self.rows)
         raise error
+
+
+def count_hit(stats: CUDAGraphStats, counts: HitCounts) -> None:
+    """Count a call that a graph served. It takes no lock: the caller holds the lock of the graph's pool."""
+    for name in COUNTED_BY_HITS:
+        setattr(stats, name, getattr(stats, name) + getattr(counts, name))
+    rows, by_rows = counts.real_rows, stats._rows_of_hits
+    if rows in by_rows or len(by_rows) < MOST_ROWS:
+        by_rows[rows] = by_rows.get(rows, 0) + 1

@@ -35,9 +35,8 @@ from ..backends.tracing import (
 from ..config import CUDAGraphOptions
 from ..errors import FallbackError, ReplayError
 from ..modes import EntryState
-from ..native.bound import CORE, in_core
+from ..native.bound import in_core
 from ..reasons import Reason
-from ..stats import CUDAGraphStats
 from .attributes import holds_more, wants_gradient
 from .budget import Work
 from .cache import GraphCache
@@ -73,7 +72,6 @@ _MOST_FORMS = 4096
 _IN_CALLERS_MODE = (Reason.NEEDS_GRADIENTS, Reason.UNGUARDED_ARGUMENT, Reason.STATE_UNSEEN)
 """Reasons of calls that are differentiated if gradients are on: what nobody sees into, an argument or what the call
 finds, may hold something that trains."""
-_record_eager = CORE.record_eager if CORE is not None else CUDAGraphStats.record_eager
 
 
 class Server:
@@ -514,7 +512,7 @@ class Server:
         Raises ``FallbackError`` from ``cause`` with ``strict``, unless the call leads to a graph.
         """
         reason = decision.reason
-        if _record_eager(self.stats, reason, decision.rows) and not reason.leads_to_graph:
+        if self.stats.record_eager(reason, decision.rows) and not reason.leads_to_graph:
             why = decision.detail or reason.text
             _log.info("eager callable=%s reason=%s rows=%s: %s", callable_name(self.fn), reason, decision.rows, why)
         self._eager_calls += 1  # which may lose one of another thread

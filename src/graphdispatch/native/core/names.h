@@ -13,14 +13,14 @@ namespace gd {
   NAME(default_device) NAME(fits_modes) NAME(holds) NAME(clash) NAME(run_in_python) \
   NAME(failed) NAME(copy_back) NAME(replaying_on) NAME(order_after_last_use) NAME(is_capturing) NAME(depth) \
   NAME(layout_for) NAME(load) NAME(pad) NAME(_clean_from) NAME(copy_) NAME(clone) NAME(hits) NAME(real_rows) \
-  NAME(_rows_of_hits) NAME(record_hit) NAME(open) NAME(forms) NAME(order) NAME(call) \
+  NAME(_rows_of_hits) NAME(open) NAME(forms) NAME(order) NAME(call) \
   NAME(flatten) NAME(signature) NAME(native) NAME(match) NAME(step) NAME(stats) NAME(local) NAME(decision) \
   NAME(observes) NAME(observed) NAME(may_need_gradients) NAME(replay_failed) NAME(trainable) NAME(__dict__) \
   NAME(_current_level) NAME(lock) NAME(pool) NAME(backend) NAME(watch) NAME(low) NAME(high) \
   NAME(spans) NAME(_is_done_by_core) NAME(tape) \
   NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_route) NAME(__call__) \
   NAME(__getattribute__) NAME(is_flat) NAME(serve_in_range) NAME(stay_eager) NAME(serve_unmatched) \
-  NAME(reasons) NAME(_rows_of_eager) NAME(record_eager) NAME(cells) NAME(copy_kernel) \
+  NAME(copy_kernel) NAME(take) \
   NAME(device) NAME(paddings_on) NAME(_last_raw) NAME(outlet) NAME(addresses) NAME(wanted)
 // clang-format on
 
@@ -33,7 +33,7 @@ struct Names {
 // The keys of the dicts that runtime/replay.py and runtime/server.py give.
 // clang-format off
 #define GD_FACTS(FACT) \
-  FACT(evicted) FACT(failed_state) FACT(windows) FACT(uses) FACT(foreach_copy) FACT(stats_type) \
+  FACT(evicted) FACT(failed_state) FACT(windows) FACT(uses) FACT(foreach_copy) \
   FACT(counted_by_hits) FACT(forward_ad) FACT(replay_error)
 // clang-format on
 

@@ -28,7 +28,7 @@ struct {
 } of_entry;
 struct {
   std::vector<Slot> counted_by_hits;  // in the order of their names among the facts
-  Slot by_rows{names._rows_of_hits}, reasons{names.reasons}, eager_by_rows{names._rows_of_eager};
+  Slot by_rows{names._rows_of_hits};
 } of_stats;
 Slot native_of_plan{names.native}, clean_from_of{names._clean_from}, replaying_on_of{names.replaying_on};
 Slot tape_of{names.tape}, pool_of{names._pool}, generation_of{names.generation};
@@ -37,23 +37,18 @@ constexpr size_t kMostBytes = 256 * 1024;  // of one call that are copied here; 
 
 PyObject* call(PyObject* object, PyObject* method) { return PyObject_CallMethodNoArgs(object, method); }
 
-bool add(PyObject* dict, PyObject* name, int64_t more) {
-  PyObject* old = item(dict, name);
-  const long long value = old ? PyLong_AsLongLong(old) : 0;
-  if (value == -1 && PyErr_Occurred()) return false;
-  const Ref sum(PyLong_FromLongLong(value + more));
-  return sum && PyDict_SetItem(dict, name, sum.get()) == 0;
-}
-
 // Count a batch of so many rows among others; false with an error.
 bool count_rows(PyObject* by_rows, PyObject* rows) {
-  constexpr Py_ssize_t kMostRows = 4096;  // _MOST_ROWS of stats.py
-  if (!PyDict_Check(by_rows)) return true;
-  if (PyDict_GET_SIZE(by_rows) >= kMostRows && !item(by_rows, rows)) return !PyErr_Occurred();
-  return add(by_rows, rows, 1);
+  constexpr Py_ssize_t kMostRows = 4096;  // MOST_ROWS of stats.py
+  PyObject* old = item(by_rows, rows);
+  if (!old && (PyErr_Occurred() || PyDict_GET_SIZE(by_rows) >= kMostRows)) return !PyErr_Occurred();
+  const long long value = old ? PyLong_AsLongLong(old) : 0;
+  if (value == -1 && PyErr_Occurred()) return false;
+  const Ref sum(PyLong_FromLongLong(value + 1));
+  return sum && PyDict_SetItem(by_rows, rows, sum.get()) == 0;
 }
 
-// CUDAGraphStats.record_hit, and the figures of the entry.
+// count_hit of runtime/replay.py, and the figures of the entry.
 bool count_hit(PlanObject* self, PyObject* stats) {
   const Ref used(PyIter_Next(facts.uses));
   if (!used || !of_entry.replay_count.add(self->entry, 1) || !of_entry.last_used.put(self->entry, used.get())) {
@@ -61,29 +56,11 @@ bool count_hit(PlanObject* self, PyObject* stats) {
   }
   const Ref rows(self->cells == self->rows ? Py_NewRef(self->rows_object) : PyLong_FromLongLong(self->cells));
   if (!rows) return false;
-  if (reinterpret_cast<PyObject*>(Py_TYPE(stats)) != facts.stats_type) {
-    return static_cast<bool>(Ref(PyObject_CallMethodOneArg(stats, names.record_hit, self->counts)));
-  }
   for (const Amount& amount : *self->amounts) {
     if (!of_stats.counted_by_hits[amount.counter].add(stats, amount.more)) return false;
   }
   const Ref by_rows = of_stats.by_rows.of(stats);
   return by_rows && count_rows(by_rows.get(), rows.get());
-}
-
-// CUDAGraphStats.record_eager. It takes no lock, since the interpreter's is held throughout.
-PyObject* record_eager(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 3) return PyErr_Format(PyExc_TypeError, "record_eager() takes statistics, a reason and rows");
-  PyObject *stats = args[0], *reason = args[1];
-  if (reinterpret_cast<PyObject*>(Py_TYPE(stats)) != facts.stats_type) {
-    return PyObject_CallMethodObjArgs(stats, names.record_eager, reason, args[2], nullptr);
-  }
-  const Ref reasons = of_stats.reasons.of(stats), by_rows = of_stats.eager_by_rows.of(stats);
-  const Ref rows = PyLong_CheckExact(args[2]) ? Ref::of(args[2]) : attribute(args[2], names.cells);
-  if (!reasons || !by_rows || !rows || !PyDict_Check(reasons.get()) || !add(reasons.get(), reason, 1)) return nullptr;
-  if (PyLong_AsLong(rows.get()) > 0 && !count_rows(by_rows.get(), rows.get())) return nullptr;
-  PyObject* number = item(reasons.get(), reason);
-  return PyErr_Occurred() ? nullptr : PyBool_FromLong(number && PyLong_AsLong(number) == 1);
 }
 
 // Find out, with the pool's lock held, where the rows of a batch go.
@@ -209,11 +186,11 @@ PyObject* give(PlanObject* self, Py_ssize_t i) {
   return made ? made : call(tensor, names.clone);
 }
 
-// What Outputs.taker hands out.
+// ReplayPlan.take.
 PyObject* take(PlanObject* self, Values& values) {
   if (!self->parts) {
     PyObject* list = values.list();
-    return list ? PyObject_CallOneArg(self->take, list) : nullptr;
+    return list ? PyObject_CallMethodOneArg(self->plan, names.take, list) : nullptr;
   }
   if (!self->is_tuple) return give(self, 0);
   Ref result(PyTuple_New(PyTuple_GET_SIZE(self->parts)));
@@ -421,8 +398,6 @@ PyObject* run_method(PyObject*, PyObject* args) {
 PyMethodDef plan_methods[] = {
     {"run_method", run_method, METH_VARARGS,
      "run_method(cls, facts)\n--\n\nThe method `run` for a class of plans, and what of the package it needs."},
-    {"record_eager", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(record_eager)), METH_FASTCALL,
-     "record_eager(stats, reason, rows)\n--\n\nWhat the statistics' method of this name does."},
     {nullptr, nullptr, 0, nullptr},
 };
 

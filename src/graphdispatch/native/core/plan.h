@@ -46,9 +46,8 @@ struct Amount {
 
 struct PlanObject {
   PyObject_HEAD PyObject* plan;  // the ReplayPlan that owns this one, borrowed: both end with its last reference
-  PyObject *entry, *pool, *inputs, *take, *rows_object;
+  PyObject *entry, *pool, *inputs, *rows_object;
   PyObject *acquire, *release, *backend;
-  PyObject* counts;  // the HitCounts of a hit
   PyObject* watch;   // the thread-local that says how many blocks the thread is in where nothing may replay
   PyObject* ident;   // threading.get_ident() of the thread that replayed last; null before
   unsigned long thread;       // its number

@@ -5,43 +5,35 @@ namespace gd {
 
 namespace {
 
-bool read_backend(PlanObject* self) {
-  self->backend = PyObject_GetAttr(self->entry, names.backend);
-  self->watch = self->backend ? PyObject_GetAttr(self->backend, names.watch) : nullptr;
-  const int is_done = self->watch ? is_done_by_core(self->backend, names.is_capturing) : -1;
-  self->reads_watch = is_done == 1;
-  return is_done >= 0;
-}
-
 // What a hit adds to the counters, but for those to which it adds nothing; false with an error.
-bool read_counts(PlanObject* self) {
+bool read_counts(PlanObject* self, PyObject* counts) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(facts.counted_by_hits); ++i) {
-    const Ref value(PyObject_GetAttr(self->counts, PyTuple_GET_ITEM(facts.counted_by_hits, i)));
+    const Ref value(PyObject_GetAttr(counts, PyTuple_GET_ITEM(facts.counted_by_hits, i)));
     const long long more = value ? PyLong_AsLongLong(value.get()) : -1;
     if (more == -1 && PyErr_Occurred()) return false;
     if (more) self->amounts->push_back(Amount{i, more});
   }
-  const Ref rows(PyObject_GetAttr(self->counts, names.real_rows));
+  const Ref rows(PyObject_GetAttr(counts, names.real_rows));
   self->cells = rows ? PyLong_AsLongLong(rows.get()) : -1;
   return !PyErr_Occurred();
 }
 
-bool read_pool(PlanObject* self) {
+bool read_entry(PlanObject* self) {
+  self->backend = PyObject_GetAttr(self->entry, names.backend);
+  self->watch = self->backend ? PyObject_GetAttr(self->backend, names.watch) : nullptr;
   self->pool = PyObject_GetAttr(self->entry, names.pool);
-  const Ref lock(self->pool ? PyObject_GetAttr(self->pool, names.lock) : nullptr);
+  const Ref lock(self->watch && self->pool ? PyObject_GetAttr(self->pool, names.lock) : nullptr);
   self->acquire = lock ? PyObject_GetAttr(lock.get(), names.acquire) : nullptr;
   self->release = self->acquire ? PyObject_GetAttr(lock.get(), names.release) : nullptr;
-  const int is_done = self->release ? is_done_by_core(self->pool, names.order_after_last_use) : -1;
-  self->is_inline = is_done == 1;
-  return is_done >= 0;
+  return self->release;
 }
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *plan, *entry, *counts, *inputs, *take, *watched, *parts = nullptr, *is_own = nullptr;
+  PyObject *plan, *entry, *counts, *inputs, *watched, *parts = nullptr, *is_own = nullptr;
   long long rows, size;
-  int is_tuple = 0;
-  if (!PyArg_ParseTuple(args, "OOLLOOOO!|O!O!p", &plan, &entry, &rows, &size, &counts, &inputs, &take,
-                        &PyTuple_Type, &watched, &PyTuple_Type, &parts, &PyTuple_Type, &is_own, &is_tuple)) {
+  int is_inline, reads_watch, is_tuple = 0;
+  if (!PyArg_ParseTuple(args, "OOLLOOO!pp|O!O!p", &plan, &entry, &rows, &size, &counts, &inputs, &PyTuple_Type,
+                        &watched, &is_inline, &reads_watch, &PyTuple_Type, &parts, &PyTuple_Type, &is_own, &is_tuple)) {
     return nullptr;
   }
   if (parts && (!is_own || PyTuple_GET_SIZE(parts) != PyTuple_GET_SIZE(is_own) || !PyTuple_GET_SIZE(parts))) {
@@ -55,24 +47,23 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->output_copies = new std::vector<OutputCopies>(parts ? PyTuple_GET_SIZE(parts) : 0);
   self->plan = plan;
   self->entry = Py_NewRef(entry);
-  self->counts = Py_NewRef(counts);
   self->inputs = Py_NewRef(inputs);
-  self->take = Py_NewRef(take);
   self->watched = Py_NewRef(watched);
   self->parts = Py_XNewRef(parts);
   self->is_own = Py_XNewRef(is_own);
   self->is_tuple = is_tuple;
+  self->is_inline = is_inline;
+  self->reads_watch = reads_watch;
   self->rows = rows;
   self->size = size;
   self->rows_object = PyLong_FromLongLong(rows);
-  const bool is_read = self->rows_object && read_counts(self) && read_backend(self) && read_pool(self);
-  return is_read ? made.release() : nullptr;
+  return self->rows_object && read_counts(self, counts) && read_entry(self) ? made.release() : nullptr;
 }
 
 // clang-format off
 #define GD_REFERENCES(VISIT) \
-  VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(acquire) \
-  VISIT(release) VISIT(backend) VISIT(watch) VISIT(counts) VISIT(ident) VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
+  VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(rows_object) VISIT(acquire) \
+  VISIT(release) VISIT(backend) VISIT(watch) VISIT(ident) VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
 // clang-format on
 
 #define GD_LOCALS(VISIT) VISIT(of_watch) VISIT(of_server)

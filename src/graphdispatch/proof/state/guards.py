@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import chain, compress, repeat
-from operator import attrgetter, call, eq, is_
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
@@ -50,10 +50,6 @@ _flat = chain.from_iterable
 def _unwrapped(table: Any) -> Any:
     """The dict that a table is, or that a class shows as one."""
     return gc.get_referents(table)[0] if type(table) is types.MappingProxyType else table
-
-
-def _same_lengths(a: Iterable[tuple[Any, ...]], b: Iterable[tuple[Any, ...]]) -> bool:
-    return all(map(eq, map(len, a), map(len, b)))
 
 
 class StateGuard:
@@ -134,7 +130,7 @@ class StateGuard:
             if RemovableHandle.next_id != self._latest_hook and not self._no_new_hooks():
                 return False
             now, held = self._now(), self._held
-            if not (_same_lengths(now, held) and all(map(is_, _flat(now), _flat(held)))):
+            if list(map(len, now)) != list(map(len, held)) or not all(map(is_, _flat(now), _flat(held))):
                 if not all(map(same_objects, now, held)):
                     return False
                 self._held = now  # equal constants, which are found faster the next time
@@ -163,18 +159,18 @@ class StateGuard:
 
     def _now(self) -> list[tuple[Any, ...]]:
         """Everything that is compared by identity, as it is now: of each table, of each container, and of the rest."""
-        return [
-            *(tuple(map(table.__getitem__, names)) for table, names in self._named),
-            *((*one, *one.values()) if type(one) is dict else tuple(content(one)) for one in self._watched),
-            tuple(map(call, self._calls)),
-            tuple(map(type, self._objects)),
-            tuple(map(_table, self._homes)),
-        ]
+        now = []
+        for table, names in self._named:
+            now.append(tuple(map(table.__getitem__, names)))
+        for one in self._watched:
+            now.append((*one, *one.values()) if type(one) is dict else tuple(content(one)))
+        return [*now, tuple(map(call, self._calls)), tuple(map(type, self._objects)), tuple(map(_table, self._homes))]
 
     def _places(self) -> tuple[list[int], list[list[Any]]]:
         """Where the tensors that runs used lie now, and the shapes, strides and dtypes of all, and which are lazy."""
         with torch._C.DisableTorchFunction():
-            return list(map(torch.Tensor.data_ptr, self.placed)), [list(map(form, self.tensors)) for form in _FORMS]
+            forms = map(map, _FORMS, repeat(self.tensors))
+            return list(map(torch.Tensor.data_ptr, self.placed)), list(map(list, forms))
 
     def renewed(self) -> "StateGuard | None":
         """A guard of the present state, if that differs from the guard's own only by containers, or by instances of
@@ -184,7 +180,9 @@ class StateGuard:
         try:
             now, held = self._now(), self._held
             pairs = zip(_flat(now), _flat(held), strict=False)
-            is_same = _same_lengths(now, held) and all(a is b or equal_content(a, b, moved) for a, b in pairs)
+            is_same = list(map(len, now)) == list(map(len, held)) and all(
+                a is b or equal_content(a, b, moved) for a, b in pairs
+            )
         except _GONE:
             return None
         is_kept = any(id(one) in moved and id(home) not in moved for home, one in self._fixed)
