@@ -161,7 +161,7 @@ def test_wrong_inputs_to_the_core_are_refused() -> None:
     start, spans = (1, False, 0, None), ((0, 0, -1),)
 
     def signature(tensor: Any) -> Any:
-        return CORE.Signature(*start, (tensor,), (), (), (), 0)
+        return CORE.Signature(*start, (tensor,), (), (), 0)
 
     keywords: Any = {1: torch.ones(2)}
     wrong: list[tuple[Any, str | None, Callable[[], Any]]] = [
@@ -169,7 +169,7 @@ def test_wrong_inputs_to_the_core_are_refused() -> None:
         ((TypeError, ValueError), None, lambda: signature((5, torch.ones(2), (0,), (0,), spans, True, True))),
         (ValueError, "dimension", lambda: signature((0, torch.ones(2), (0,), (0,), ((1, 0, -1),), True, True))),
         (TypeError, None, lambda: signature((0, object(), (0,), (0,), spans, True, True))),
-        (ValueError, "place", lambda: CORE.Signature(*start, (), ((3, int, 1),), (), (), 0)),
+        (ValueError, "place", lambda: CORE.Signature(*start, (), ((3, int, 1),), (), 0)),
         (TypeError, "must be strings", lambda: settled(lambda x: x * 2, torch.randn(ROWS, 3))(**keywords)),
         (KeyError, None, lambda: CORE.run_method(ReplayPlan, {"nonsense": 1})),
     ]

@@ -43,13 +43,22 @@ def _bind() -> tuple[ModuleType | None, str]:
         kinds = grid.double(), grid.half(), grid.long(), grid.bool(), torch.frombuffer(bytearray(8), dtype=torch.int8)
         plain = (grid, torch.zeros(4, dtype=torch.int64), torch.zeros(3, 2).t(), pair, grid.bfloat16())
         lazy = (torch._neg_view(torch.zeros(2)), pair.conj())
+        figures = tuple(map(_figures, (*shapes, *kinds)))
         try:
-            EXTENSION.bind(*libraries, torch.Tensor, torch.nn.Parameter, (*shapes, *kinds), plain, *lazy, made_there)
+            EXTENSION.bind(*libraries, torch.Tensor, torch.nn.Parameter, figures, plain, *lazy, made_there)
         except ImportError as error:
             return None, str(error)
     samples = [*((t, True) for t in (*plain, trained, made_there)), *((t, False) for t in lazy)]
     reads_alike = all(_reads_alike(EXTENSION, samples, *modes) for modes in product((False, True), repeat=3))
+    reads_alike = reads_alike and _tells_holding(EXTENSION, grid)
     return (EXTENSION, "") if reads_alike else (None, "it reads other things of this torch than Python does")
+
+
+def _figures(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor with where it lies in memory and how large it is, by which the core finds where torch keeps that."""
+    storage, size = tensor.untyped_storage(), (tuple(tensor.shape), tensor.stride())
+    places = tensor.storage_offset(), storage._cdata, storage.data_ptr()
+    return tensor, tensor._cdata, tensor.data_ptr(), tensor.numel(), *places, *size
 
 
 def _reads_alike(
@@ -91,6 +100,20 @@ def _is_clone(core: ModuleType, tensor: torch.Tensor, is_plain: bool) -> bool:
         and made.data_ptr() != tensor.data_ptr()
         and bool(torch.equal(made, true))
     )
+
+
+def _tells_holding(core: ModuleType, sample: torch.Tensor) -> bool:
+    """Whether what the core reads of a copy tells that somebody holds or has changed it."""
+    kind = torch.Tensor
+    with torch.inference_mode(False), torch.enable_grad():
+        product = sample.clone().requires_grad_().mul  # which keeps one factor for the gradient of the other
+        for touch in (kind.detach, kind.untyped_storage, kind.__dlpack__, kind.requires_grad_, kind.t_, product):
+            copy = core.try_clone(sample)
+            before, _held = core.read_holding(copy), touch(copy)
+            if core.read_holding(copy)[0] == before[0]:
+                return False
+        copy = core.try_clone(sample)
+        return (core.read_holding(copy)[1], core.read_holding(copy.zero_())[1]) == (0, 1)
 
 
 with torch._C.DisableTorchFunction(), _disable_current_modes():  # a default device of the importing thread, for example

@@ -213,12 +213,14 @@ class Signature:
         for form, position, *_, contiguous in self._checks:
             spans = tuple((dim, axis.shift, axis.mask) for dim, axis in form.spans)
             tensors.append((position, values[position], form.shape, form.order, spans, contiguous, form.is_dense))
-        constants = tuple((position, kind, value) for position, kind, _, value in self._constants)
-        others = tuple(self._objects), tuple(self._addresses)
+        constants: list[tuple[int, Any, Any]] = [
+            (position, kind, value) for position, kind, _, value in self._constants
+        ]
+        constants += [(position, None, value) for position, value in self._objects]
         autocast = torch.empty(0, dtype=self._autocast, device="cpu") if self._autocast is not None else None
         about = len(values), self._inference, _number_of(self._device_type), autocast
         assert CORE is not None
-        return CORE.Signature(*about, tuple(tensors), constants, *others, self._known)
+        return CORE.Signature(*about, tuple(tensors), tuple(constants), tuple(self._addresses), self._known)
 
     def match(self, values: Sequence[Any]) -> int:
         """The rows of a call that fits (1 if it has no batch dimension), else ``NO_MATCH``.

@@ -217,22 +217,17 @@ bool add_tensor(Guard* self, PyObject* item) {
 }
 
 bool add_hooks(Guard* self, PyObject* item) {
-  if (!PyDict_Check(item)) {
-    PyErr_SetString(PyExc_TypeError, "hooks are in dicts");
-    return false;
-  }
-  self->parts.hooks.push_back(Py_NewRef(item));
+  PyObject* table;
+  if (!PyArg_ParseTuple(item, "O!", &PyDict_Type, &table)) return false;
+  self->parts.hooks.push_back(Py_NewRef(table));
   return true;
 }
 
 bool add_each(Guard* self, PyObject* items, bool (*add)(Guard*, PyObject*)) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); ++i) {
     PyObject* item = PyTuple_GET_ITEM(items, i);
-    if (add != add_hooks && !PyTuple_Check(item)) {
-      PyErr_SetString(PyExc_TypeError, "a guard is made of tuples");
-      return false;
-    }
-    if (!add(self, item)) return false;
+    if (!PyTuple_Check(item)) PyErr_SetString(PyExc_TypeError, "a guard is made of tuples");
+    if (PyErr_Occurred() || !add(self, item)) return false;
   }
   return true;
 }

@@ -1,14 +1,12 @@
 #include "hit.h"
 
-#include <vector>
-
 #include "guard.h"
 
 namespace gd {
 
 namespace {
 
-constexpr Py_ssize_t kMostValues = 64;  // of a call that need no memory of their own
+constexpr Py_ssize_t kMostValues = 64;  // of a call; one of more is Python's
 
 constexpr Py_ssize_t kOfHit = 5;  // fields of a Hit in GraphGroup.hits
 
@@ -63,16 +61,10 @@ Ref groups_of(const Call& call) {
 }
 
 // The arguments as they come, then in the order of the callable's own; false if there is no such place.
-bool arguments(const Call& call, PyObject* order, std::vector<PyObject*>& more, PyObject** values) {
+bool arguments(const Call& call, PyObject* order, PyObject** values) {
   const Py_ssize_t given = PyTuple_GET_SIZE(call.args), count = given + PyDict_GET_SIZE(call.kwargs);
-  PyObject* first[kMostValues];
-  PyObject** plain = values;
-  if (order != Py_None) {
-    if (!PyTuple_CheckExact(order) || PyTuple_GET_SIZE(order) != count) return false;
-    if (count > kMostValues) more.resize(2 * count);
-    plain = count > kMostValues ? more.data() + count : first;
-    if (count > kMostValues) values = more.data();
-  }
+  PyObject *first[kMostValues], **plain = order == Py_None ? values : first;
+  if (order != Py_None && (!PyTuple_CheckExact(order) || PyTuple_GET_SIZE(order) != count)) return false;
   for (Py_ssize_t i = 0; i < given; ++i) plain[i] = PyTuple_GET_ITEM(call.args, i);
   PyObject *name, *value;
   for (Py_ssize_t at = 0, i = given; i < count && PyDict_Next(call.kwargs, &at, &name, &value); ++i) plain[i] = value;
@@ -234,11 +226,8 @@ Outcome serve_call(Call& call) {
   const Ref order = flat ? order_of.of(flat.get()) : Ref(), is_flat = order ? is_flat_of.of(flat.get()) : Ref();
   if (!is_flat) return Outcome::kRaised;
   const Py_ssize_t count = PyTuple_GET_SIZE(call.args) + PyDict_GET_SIZE(call.kwargs);
-  PyObject* few[kMostValues];
-  std::vector<PyObject*> more(count > kMostValues ? count : 0);
-  PyObject** items = count > kMostValues ? more.data() : few;
-  if (!arguments(call, order.get(), more, items)) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
-  if (count > kMostValues) items = more.data();
+  PyObject* items[kMostValues];
+  if (!arguments(call, order.get(), items)) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
   Values values(items, count);
   if (is_flat.get() == Py_True) return serve_values(call, values, true);
   PyObject* list = values.list();
@@ -268,6 +257,9 @@ PyObject* make_serve(PyObject*, PyObject* args) { return method_with_facts(args,
 PyObject* serve(PyObject* server, PyObject* route, PyObject* args, PyObject* kwargs) {
   PyObject* again[] = {server, route, args, kwargs};
   if (shim.profiler()) return PyObject_VectorcallMethod(names.serve_in_range, again, 4, nullptr);
+  if (PyTuple_GET_SIZE(args) + PyDict_GET_SIZE(kwargs) > kMostValues) {
+    return PyObject_VectorcallMethod(names.serve_in_python, again, 4, nullptr);
+  }
   Call call{server, route, args, kwargs, {}, {}, {}, {}};
   const Outcome done = serve_call(call);
   if (done == Outcome::kServed) return call.result;

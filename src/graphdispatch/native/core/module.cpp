@@ -13,7 +13,7 @@ PyObject* bind(PyObject*, PyObject* args) {
     return nullptr;
   }
   if (gd::find_torch(library, bindings, tensor, parameter, samples) &&
-      gd::find_keys(plain, negative, conjugate, inference) && gd::tells_holding(PyTuple_GET_ITEM(plain, 0))) {
+      gd::find_keys(plain, negative, conjugate, inference)) {
     Py_RETURN_NONE;
   }
   if (PyErr_ExceptionMatches(PyExc_ImportError)) return nullptr;
@@ -23,8 +23,8 @@ PyObject* bind(PyObject*, PyObject* args) {
 PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS,
      "bind(library, bindings, Tensor, Parameter, samples, plain, negative, conjugate, inference)\n--\n\nFind the "
-     "functions of the loaded torch and where its tensors keep things, and test that on samples. Raises ImportError; "
-     "then nothing else of this module may be used."},
+     "functions of the loaded torch and where its tensors keep things, and test that on samples with their figures. "
+     "Raises ImportError; then nothing else of this module may be used."},
     {nullptr, nullptr, 0, nullptr},
 };
 

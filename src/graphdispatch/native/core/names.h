@@ -19,7 +19,7 @@ namespace gd {
   NAME(_current_level) NAME(lock) NAME(pool) NAME(backend) NAME(watch) NAME(low) NAME(high) \
   NAME(spans) NAME(_is_done_by_core) NAME(tape) \
   NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_route) NAME(__call__) \
-  NAME(__getattribute__) NAME(is_flat) NAME(serve_in_range) NAME(stay_eager) NAME(serve_unmatched) \
+  NAME(__getattribute__) NAME(is_flat) NAME(serve_in_range) NAME(serve_in_python) NAME(stay_eager) NAME(serve_unmatched) \
   NAME(copy_kernel) NAME(take) \
   NAME(device) NAME(paddings_on) NAME(_last_raw) NAME(outlet) NAME(addresses) NAME(wanted)
 // clang-format on

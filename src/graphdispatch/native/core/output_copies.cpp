@@ -101,23 +101,4 @@ void OutputCopies::clear() {
   drop_spent();
 }
 
-bool tells_holding(PyObject* sample) {
-  const Ref weight(PyObject_CallMethod(sample, "clone", nullptr));
-  bool tells = weight && Ref(PyObject_CallMethod(weight.get(), "requires_grad_", nullptr));
-  // A product keeps one factor for the gradient of the other.
-  for (const char* method : {"detach", "untyped_storage", "__dlpack__", "requires_grad_", "t_", "__mul__"}) {
-    const Ref copy(tells ? clone(sample) : nullptr);
-    if (!copy) return false;
-    const Holding before = Holding::of(copy.get());
-    const Ref held(std::strcmp(method, "__mul__") ? PyObject_CallMethod(copy.get(), method, nullptr)
-                                                  : PyObject_CallMethod(copy.get(), method, "O", weight.get()));
-    tells = held && !before.is_of(copy.get());
-    PyErr_Clear();
-  }
-  const Ref copy(tells ? clone(sample) : nullptr);
-  tells = copy && shim.version(handle_of(copy.get())) == 0 && Ref(PyObject_CallMethod(copy.get(), "zero_", nullptr));
-  PyErr_Clear();
-  return tells && shim.version(handle_of(copy.get())) == 1;
-}
-
 }  // namespace gd

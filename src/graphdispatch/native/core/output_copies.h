@@ -58,7 +58,4 @@ class OutputCopies {
   Ref spent_;
 };
 
-// Whether a look at a copy of the sample tells that somebody holds or has changed it. Wants gradients on.
-bool tells_holding(PyObject* sample);
-
 }  // namespace gd

@@ -378,6 +378,13 @@ PyObject* run_method_of(PyObject* plan, PyObject* const* args, Py_ssize_t count)
   return run(reinterpret_cast<PlanObject*>(native.get()), values, args[1]);
 }
 
+// What the core reads of a tensor to tell whether somebody holds or has changed it.
+PyObject* read_holding(PyObject*, PyObject* tensor) {
+  if (!is_plain_tensor(tensor)) Py_RETURN_NONE;
+  const Holding found = Holding::of(tensor);
+  return Py_BuildValue("y#L", &found, sizeof found, static_cast<long long>(shim.version(handle_of(tensor))));
+}
+
 PyMethodDef run_definition = {
     "run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_method_of)), METH_FASTCALL,
     "run($self, values, stats=None, /)\n--\n\nThe outputs for a call whose arguments were compared."};
@@ -398,6 +405,8 @@ PyObject* run_method(PyObject*, PyObject* args) {
 PyMethodDef plan_methods[] = {
     {"run_method", run_method, METH_VARARGS,
      "run_method(cls, facts)\n--\n\nThe method `run` for a class of plans, and what of the package it needs."},
+    {"read_holding", read_holding, METH_O,
+     "read_holding(tensor)\n--\n\nWhat tells whether somebody holds a plain tensor of the host, and its version."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -111,7 +111,8 @@ bool is_same_float(double a, double b) {
   return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b));
 }
 
-// Whether a value is the same constant: 0.0 is another one than -0.0, and NaN is NaN.
+// Whether a value is the same constant: 0.0 is another one than -0.0, and NaN is NaN. Without a kind it must be the same
+// object.
 bool is_same_constant(PyObject* value, PyObject* kind, PyObject* expected) {
   if (value == expected) return true;
   if (reinterpret_cast<PyObject*>(Py_TYPE(value)) != kind) return false;
@@ -130,10 +131,6 @@ bool has_constants(SignatureObject* self, PyObject* const* values) {
     PyObject* one = PyTuple_GET_ITEM(self->constants, i);
     PyObject* value = values[PyLong_AsSsize_t(PyTuple_GET_ITEM(one, 0))];
     if (!is_same_constant(value, PyTuple_GET_ITEM(one, 1), PyTuple_GET_ITEM(one, 2))) return false;
-  }
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->objects); ++i) {
-    PyObject* one = PyTuple_GET_ITEM(self->objects, i);
-    if (values[PyLong_AsSsize_t(PyTuple_GET_ITEM(one, 0))] != PyTuple_GET_ITEM(one, 1)) return false;
   }
   return true;
 }
@@ -214,13 +211,11 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   Py_ssize_t count;
   int is_inference;
   signed char device;
-  PyObject *autocast, *tensors, *constants, *objects, *addresses;
+  PyObject *autocast, *tensors, *constants, *addresses;
   long long extents;
-  if (!PyArg_ParseTuple(args, "npbOO!O!O!O!L", &count, &is_inference, &device, &autocast, &PyTuple_Type, &tensors,
-                        &PyTuple_Type, &constants, &PyTuple_Type, &objects, &PyTuple_Type, &addresses, &extents)) {
-    return nullptr;
-  }
-  if (!are_placed(constants, 3, count) || !are_placed(objects, 2, count) || !are_placed(addresses, 2, count)) {
+  if (!PyArg_ParseTuple(args, "npbOO!O!O!L", &count, &is_inference, &device, &autocast, &PyTuple_Type, &tensors,
+                        &PyTuple_Type, &constants, &PyTuple_Type, &addresses, &extents) ||
+      !are_placed(constants, 3, count) || !are_placed(addresses, 2, count)) {
     return nullptr;
   }
   Ref made(type->tp_alloc(type, 0));
@@ -239,7 +234,6 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->autocast = -1;
   if (is_plain_tensor(autocast)) shim.dtype(handle_of(autocast), &self->autocast);
   self->constants = Py_NewRef(constants);
-  self->objects = Py_NewRef(objects);
   self->addresses = Py_NewRef(addresses);
   return made.release();
 }
@@ -256,7 +250,6 @@ int traverse(PyObject* object, visitproc visit, void* arg) {
   auto* self = reinterpret_cast<SignatureObject*>(object);
   Py_VISIT(Py_TYPE(object));
   Py_VISIT(self->constants);
-  Py_VISIT(self->objects);
   return 0;
 }
 
@@ -264,7 +257,6 @@ int clear(PyObject* object) {
   auto* self = reinterpret_cast<SignatureObject*>(object);
   self->count = -1;  // so that nothing matches any more
   Py_CLEAR(self->constants);
-  Py_CLEAR(self->objects);
   Py_CLEAR(self->addresses);
   return 0;
 }

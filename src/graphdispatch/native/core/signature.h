@@ -34,8 +34,7 @@ struct SignatureObject {
   bool is_inference;
   int8_t device;        // the number of its type
   int32_t autocast;     // the number of a dtype; -1: it is off
-  PyObject* constants;  // tuples (position, type, value)
-  PyObject* objects;    // tuples (position, object)
+  PyObject* constants;  // tuples (position, type, value); None in place of the type: the value is compared by identity
   PyObject* addresses;  // tuples (position, address)
   int64_t extents;      // what stands in the number of each call
   std::vector<TensorForm>* forms;

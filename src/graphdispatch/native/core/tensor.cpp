@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+
 namespace gd {
 
 Shim shim;
@@ -64,105 +66,62 @@ bool load_shim(const char* library, const char* bindings) {
   return true;
 }
 
-// An attribute or the result of a method without arguments, as a number; -1 with an error.
-long long number_of(PyObject* object, const char* name, bool is_method) {
-  PyObject* value = is_method ? PyObject_CallMethod(object, name, nullptr) : PyObject_GetAttrString(object, name);
-  long long number = value ? PyLong_AsLongLong(value) : -1;
-  Py_XDECREF(value);
-  return number;
-}
+// A tensor, with what Python tells of it.
+struct Sample {
+  PyObject *tensor, *shape, *strides;
+  unsigned long long impl, data, numel, offset, storage, memory;
 
-// Where a tensor's PyObject holds the pointer that its ``_cdata`` tells; 0 if nowhere.
-Py_ssize_t find_offset(PyObject* tensor) {
-  PyObject* cdata = PyObject_GetAttrString(tensor, "_cdata");
-  void* impl = cdata ? PyLong_AsVoidPtr(cdata) : nullptr;
-  Py_XDECREF(cdata);
-  const Py_ssize_t size = Py_TYPE(tensor)->tp_basicsize;
-  for (Py_ssize_t offset = sizeof(PyObject); impl && offset + kWord <= size; offset += kWord) {
-    if (offset > Py_ssize_t(sizeof(PyObject)) + kMostWords * kWord) break;
-    if (*reinterpret_cast<void**>(reinterpret_cast<char*>(tensor) + offset) == impl) return offset;
+  bool read(PyObject* item) {
+    return PyArg_ParseTuple(item, "OKKKKKKO!O!", &tensor, &impl, &data, &numel, &offset, &storage, &memory,
+                            &PyTuple_Type, &shape, &PyTuple_Type, &strides);
+  }
+};
+
+bool is_at(const char* address, uint64_t value) { return std::memcmp(&value, address, sizeof value) == 0; }
+
+// The offset of a value among the first words at an address, from one on; 0 if it is not there.
+Py_ssize_t offset_of(const char* address, uint64_t value, Py_ssize_t from = kWord, Py_ssize_t end = kMostWords * kWord) {
+  for (Py_ssize_t offset = from; offset + kWord <= end; offset += kWord) {
+    if (is_at(address + offset, value)) return offset;
   }
   return 0;
 }
 
-// Whether the shim tells of a tensor what Python tells.
-bool agrees(PyObject* tensor) {
-  void* handle = handle_of(tensor);
-  void* data = nullptr;
-  int64_t dim = -1, numel = -1;
-  int64_t *sizes = nullptr, *strides = nullptr;
+// Whether the shim, and what the layout points to in a tensor, tell of it what Python tells.
+bool agrees(const Sample& sample) {
+  constexpr Py_ssize_t kStrides = 6, kOffset = 11, kDtype = 13;  // words; five sizes come before five strides
+  void *handle = handle_of(sample.tensor), *data = nullptr;
+  const char *impl = static_cast<const char*>(impl_of(sample.tensor)), *words = impl + layout.extents;
+  int64_t dim = -1, numel = -1, *sizes = nullptr, *strides = nullptr;
+  int32_t dtype = -1;
   if (shim.data_ptr(handle, &data) || shim.dim(handle, &dim) || shim.numel(handle, &numel) ||
-      shim.sizes(handle, &sizes) || shim.strides(handle, &strides)) {
+      shim.sizes(handle, &sizes) || shim.strides(handle, &strides) || shim.dtype(handle, &dtype)) {
     return false;
   }
-  if (number_of(tensor, "data_ptr", true) != static_cast<long long>(reinterpret_cast<intptr_t>(data))) return false;
-  if (number_of(tensor, "dim", true) != dim || number_of(tensor, "numel", true) != numel) return false;
+  if (reinterpret_cast<uintptr_t>(data) != sample.data || static_cast<uint64_t>(numel) != sample.numel) return false;
+  if (dim != PyTuple_GET_SIZE(sample.shape) || dim != PyTuple_GET_SIZE(sample.strides)) return false;
   for (int64_t d = 0; d < dim; ++d) {
-    PyObject* size = PyObject_CallMethod(tensor, "size", "L", static_cast<long long>(d));
-    PyObject* stride = PyObject_CallMethod(tensor, "stride", "L", static_cast<long long>(d));
-    const bool same = size && stride && PyLong_AsLongLong(size) == sizes[d] && PyLong_AsLongLong(stride) == strides[d];
-    Py_XDECREF(size);
-    Py_XDECREF(stride);
-    if (!same) return false;
+    if (PyLong_AsLongLong(PyTuple_GET_ITEM(sample.shape, d)) != sizes[d]) return false;
+    if (PyLong_AsLongLong(PyTuple_GET_ITEM(sample.strides, d)) != strides[d]) return false;
   }
-  return !PyErr_Occurred();
-}
-
-// What a method or an attribute of a tensor's storage tells, as a word; 0 with an error.
-uint64_t of_storage(PyObject* tensor, const char* name, bool is_method) {
-  PyObject* storage = PyObject_CallMethod(tensor, "untyped_storage", nullptr);
-  const uint64_t word = storage ? number_of(storage, name, is_method) : 0;
-  Py_XDECREF(storage);
-  return PyErr_Occurred() ? 0 : word;
-}
-
-// The offset of a value among the first words at an address; 0 if it is not there, or the first.
-Py_ssize_t offset_of(const char* address, uint64_t value) {
-  for (Py_ssize_t offset = kWord; offset < kMostWords * kWord; offset += kWord) {
-    if (std::memcmp(&value, address + offset, sizeof value) == 0) return offset;
-  }
-  return 0;
-}
-
-// Whether what the layout points to in a tensor is what the shim and Python tell of it.
-bool has_layout(PyObject* tensor) {
-  constexpr Py_ssize_t kStrides = 6, kOffset = 11, kDtype = 13;  // words; five sizes come before five strides
-  void* handle = handle_of(tensor);
-  const char* impl = static_cast<const char*>(impl_of(tensor));
-  const char* words = impl + layout.extents;
-  int64_t dim = -1, *sizes = nullptr, *strides = nullptr;
-  int32_t dtype = -1;
-  if (shim.dim(handle, &dim) || shim.sizes(handle, &sizes) || shim.strides(handle, &strides)) return false;
-  if (shim.dtype(handle, &dtype)) return false;
   uint16_t kept;
   std::memcpy(&kept, words + kDtype * kWord, sizeof kept);
-  if (reinterpret_cast<char*>(sizes) != words + kWord || reinterpret_cast<char*>(strides) != words + kStrides * kWord) {
-    return false;
-  }
-  const uint64_t dims = dim, offset = number_of(tensor, "storage_offset", true);
-  const uint64_t storage = of_storage(tensor, "_cdata", false), data = of_storage(tensor, "data_ptr", true);
-  return !PyErr_Occurred() && kept == dtype && std::memcmp(&dims, words, sizeof dims) == 0 &&
-         std::memcmp(&offset, words + kOffset * kWord, sizeof offset) == 0 &&
-         std::memcmp(&storage, impl + layout.storage, sizeof storage) == 0 &&
-         std::memcmp(&data, reinterpret_cast<char*>(storage) + layout.data, sizeof data) == 0;
+  return reinterpret_cast<char*>(sizes) == words + kWord && reinterpret_cast<char*>(strides) == words + kStrides * kWord &&
+         kept == dtype && is_at(words, dim) && is_at(words + kOffset * kWord, sample.offset) &&
+         is_at(impl + layout.storage, sample.storage) &&
+         is_at(reinterpret_cast<char*>(sample.storage) + layout.data, sample.memory);
 }
 
-// Find the layout in the first sample, and test it on all.
-bool find_layout(PyObject* samples) {
-  PyObject* first = PyTuple_GET_ITEM(samples, 0);
-  const char* impl = static_cast<const char*>(impl_of(first));
-  const uint64_t storage = of_storage(first, "_cdata", false), data = of_storage(first, "data_ptr", true);
+// Find the layout in the first sample, which has an address; false with or without an error.
+bool find_layout(const Sample& first) {
+  const Py_ssize_t end = std::min(Py_TYPE(first.tensor)->tp_basicsize, Py_ssize_t(sizeof(PyObject)) + kMostWords * kWord);
+  layout.tensor = offset_of(reinterpret_cast<char*>(first.tensor), first.impl, sizeof(PyObject), end);
   int64_t* sizes = nullptr;
-  if (!storage || !data || shim.sizes(handle_of(first), &sizes)) return false;
-  layout.extents = reinterpret_cast<char*>(sizes - 1) - impl;
-  layout.storage = offset_of(impl, storage);
-  layout.data = offset_of(reinterpret_cast<char*>(storage), data);
-  const bool is_inside = layout.extents > 0 && layout.extents < 2 * kMostWords * kWord;
-  if (!is_inside || !layout.storage || !layout.data) return false;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(samples); ++i) {
-    if (!has_layout(PyTuple_GET_ITEM(samples, i))) return false;
-  }
-  return true;
+  if (!layout.tensor || !first.storage || !first.memory || shim.sizes(handle_of(first.tensor), &sizes)) return false;
+  layout.extents = reinterpret_cast<char*>(sizes - 1) - reinterpret_cast<char*>(first.impl);
+  layout.storage = offset_of(reinterpret_cast<char*>(first.impl), first.storage);
+  layout.data = offset_of(reinterpret_cast<char*>(first.storage), first.memory);
+  return layout.extents > 0 && layout.extents < 2 * kMostWords * kWord && layout.storage && layout.data;
 }
 
 }  // namespace
@@ -192,12 +151,11 @@ bool find_torch(const char* library, const char* bindings, PyObject* tensor_clas
   tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor_class));
   parameter_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(parameter_class));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(samples); ++i) {
-    PyObject* tensor = PyTuple_GET_ITEM(samples, i);
-    const Py_ssize_t offset = find_offset(tensor);
-    if (i == 0) layout.tensor = offset;
-    if (!offset || offset != layout.tensor || !agrees(tensor)) return false;
+    Sample sample;
+    if (!sample.read(PyTuple_GET_ITEM(samples, i)) || (i == 0 && !find_layout(sample))) return false;
+    if (impl_of(sample.tensor) != reinterpret_cast<void*>(sample.impl) || !agrees(sample)) return false;
   }
-  return find_layout(samples);
+  return true;
 }
 
 }  // namespace gd

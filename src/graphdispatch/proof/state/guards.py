@@ -317,7 +317,7 @@ def compile_guard(guard: StateGuard) -> Any:
             readers=tuple(reader.expecting(held) for reader, held in zip(guard._readers, read, strict=True)),
             homes=tuple((value, _raw(held)) for value, held in zip(guard._homes, homes, strict=True)),
             tensors=tuple(zip(guard.tensors, kinds, addresses, guard._loose, *extents, strict=False)),
-            hooks=tuple(guard._hooks),
+            hooks=tuple((table,) for table in guard._hooks),
         )
         # The core reads dtypes and what is lazy, which have no names there.
         return native if guard._places()[1] == guard._forms else None
