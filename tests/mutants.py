@@ -58,7 +58,7 @@ TABLE: dict[str, list[str]] = {
     "proof/watch": [*_CAPTURE, "tests/backends"],
     "runtime": ["tests/runtime", "tests/behaviour", "tests/api", "tests/vocabulary", "tests/native/test_hit.py"],
     "record": ["tests/runtime"],
-    "engines/keys": ["tests/engines/test_key_dispatcher.py", "tests/property/test_tables.py"],
+    "engines/keys": ["tests/engines/test_key_dispatcher.py", "tests/property/test_tables.py", "tests/vocabulary"],
 }
 """The packages and modules, and the tests that their mutants are shown to, the nearest first."""
 _WITH_CORE = "tests/native"
@@ -244,6 +244,8 @@ class _Trying:
         self.functions: dict[int, list[FunctionType]] = {}
         """The functions that there are, by the ``id`` of their code."""
         self.caches: list[Any] = []
+        self.kept: list[Any] = []
+        """What the caches held: torch ends the process where it comes upon an operator that is gone."""
         self.before_s = 0.0
 
     def _take(self) -> list[int]:
@@ -261,6 +263,7 @@ class _Trying:
 
     def pytest_runtest_setup(self) -> None:
         for one in self.caches:
+            self.kept += getattr(one.cache_clear.__self__, "values", list)()
             one.cache_clear()
 
     def pytest_runtest_logreport(self, report: Any) -> None:

@@ -116,6 +116,7 @@ RULES_MRV2: dict[str, list[tuple[Callable[[], Any], Any]]] = {
     "an unknown number of requests counts as the most possible": [
         (lambda: padded(full(desc(16, reqs=4), desc(24)), 10), (FULL, desc(24))),
         (lambda: padded(full(desc(16, reqs=4), desc(24), max_num_reqs=4), 10), (FULL, desc(16, reqs=4))),
+        (lambda: padded(full(desc(16, reqs=4)), 8, query_len=2), (FULL, desc(16, reqs=4))),
     ],
     "a mixed batch never gets a uniform graph, and still gets one": [
         (lambda: padded(plan(PIECEWISE, 1, (FULL, desc(12, True))), 12, 5), (PIECEWISE, desc(16))),
@@ -170,6 +171,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: plan().decide(8, allowed_modes=[BOTH]), "must leave"),
     (lambda: plan().decide(-1), "num_tokens must be >= 0 and query_len >= 1"),
     (lambda: plan().decide(4, query_len=0), "num_tokens must be >= 0 and query_len >= 1"),
+    (lambda: plan().dispatch("8"), "batch_descriptor must be a BatchDescriptor"),
+    (lambda: plan(BOTH, 0), "uniform_decode_query_len must be"),
     (lambda: plan(max_num_reqs=0), "max_num_reqs must be"),
     (lambda: plan(capture_sizes=[0, 8]), r"capture_sizes\[0\] must be"),
     (lambda: plan(capture_sizes="nobody"), "capture sizes must be one of"),

@@ -192,9 +192,9 @@ def test_a_rule_is_a_value(rule: Pad) -> None:
     assert [other for other, _ in RULES.values() if other == rule] == [rule]
 
 
-@pytest.mark.parametrize("rule", [Pad.zero(), "zero", 0, 0.0, False])
-def test_zero_as_a_pad_a_name_or_a_number(rule: Any) -> None:
-    """A rule may be given as a ``Pad``, by name, or as a number."""
+@pytest.mark.parametrize("rule", [Pad.zero(), "zero", 0, 0.0, False, lambda padding, _: padding.zero_()])
+def test_zero_as_a_pad_a_name_a_number_or_a_function(rule: Any) -> None:
+    """A rule may be given as a ``Pad``, by name, as a number, or as a function."""
     padding = torch.ones(2, 3)
     as_pad("x", rule).filler(padding, torch.ones(1, 3), 0)()
     assert not bool(padding.any())

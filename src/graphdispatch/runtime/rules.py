@@ -171,7 +171,7 @@ class Dim:
             object.__setattr__(self, "sizes", check_sizes(self.sizes, f"sizes of Dim({self.name!r})"))
         if self.max_size is not None:
             check_count(f"max_size of Dim({self.name!r})", self.max_size)
-        largest = max(self.sizes or (self.max_size or 1,))
+        largest = self.all_sizes()[-1]
         if largest >= LONGEST:
             raise ConfigError(f"the sizes of Dim({self.name!r}) must be below {LONGEST}, got {largest}")
         if self.sizes is not None and self.max_size is not None and largest != self.max_size:
@@ -301,7 +301,7 @@ def make_rules(
         for name in given:
             if not isinstance(name, str):
                 raise ConfigError(f"{option} must name arguments by text, got {describe(name)}")
-            top = name.split("[", 1)[0].split(".", 1)[0]
+            top = name.partition("[")[0].partition(".")[0]
             if known is not None and top not in known:
                 raise ConfigError(
                     f"{option} names {name!r}, which is no argument of {callable_name(fn)}; "

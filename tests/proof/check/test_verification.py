@@ -77,21 +77,23 @@ def test_first_padded_batch_is_compared() -> None:
     assert check_calls(step, padded[:1], padded[:1]) == [Reason.VERIFIED_NOW, Reason.PADDED]
 
 
-def test_state_is_compared_too() -> None:
-    """A graph whose outputs agree and whose state does not is found."""
-    total, hidden = torch.zeros(3), Spy([1.0])  # no guard looks into it
+@pytest.mark.parametrize("what", ["state of shape (4, 3)", "argument 'x', which the call writes,"])
+def test_what_is_written_is_compared_too(what: str) -> None:
+    """A graph whose outputs agree and whose state, or an argument, does not is found."""
+    total, hidden = torch.zeros(4, 3), Spy([1.0])  # no guard looks into it
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        total.copy_(x[0] * hidden[0])
-        return x * 2
+        (x if "argument" in what else total).copy_(x.abs() * hidden[0])
+        return x.new_ones(4)
 
     step = make(fn)
     batches = torch.randn(2, 4, 3)
-    assert check_calls(step, batches[0]) == [Reason.CAPTURED_NOW]
-    hidden[0] = 3.0
-    assert check_calls(step, batches[1]) == [Reason.VERIFICATION_FAILED]
-    assert "state of shape (3,)" in step.explain(batches[1])
-    assert torch.equal(total, batches[1][0] * 3)
+    step(batches[0])
+    hidden[0], expected = 3.0, batches[1].abs() * 3
+    step(batches[1])
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    assert what in step.last_decision.detail
+    assert torch.equal(batches[1] if "argument" in what else total, expected)
 
 
 def test_rounding_has_its_remedy() -> None:
@@ -172,7 +174,10 @@ def test_tolerances() -> None:
 
 EXACT = Tolerance(0.0, 0.0)
 LOOSE = Tolerance(1e-2, 0.0)
+FINE = Tolerance(1e-4, 0.0)
 NAN, INF = float("nan"), float("inf")
+QUARTILE_3 = [float(value) for value in range(1, 10)]
+SCORES = [[1.0, 1000.0, 1001.0], [1.5, 2000.0, 2001.0]]  # beside coordinates
 
 
 @pytest.mark.parametrize(
@@ -181,6 +186,9 @@ NAN, INF = float("nan"), float("inf")
         ([1.0, 2.0], [1.0, 2.0], EXACT, None),
         ([100.0, 0.0], [100.0, 0.5], LOOSE, None),
         ([100.0, 0.0], [100.0, 1.5], LOOSE, "largest difference 1.5 where eager's largest value is 100"),
+        (QUARTILE_3, [1.2, *QUARTILE_3[1:]], LOOSE, None),
+        (SCORES, [[1.00645, *SCORES[0][1:]], SCORES[1]], FINE, None),
+        (SCORES, [[1.00655, *SCORES[0][1:]], SCORES[1]], FINE, "largest difference 0.00655"),
         ([0.0], [-0.0], EXACT, "bits differ"),
         ([0.0], [-0.0], LOOSE, None),
         ([NAN, 1.0], [NAN, 1.0], EXACT, None),
