@@ -1,6 +1,7 @@
 """What comparing the weights on each call costs, by how many there are."""
 
 import copy
+import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from graphdispatch import CUDAGraphOptions, Graphed, graphed
 from graphdispatch.proof.state.guards import StateGuard
 
+from .peers import llama
 from .timing import Effort, Row, row
 
 __all__ = ["TITLE", "rows"]
@@ -43,7 +45,24 @@ def rows(effort: Effort) -> list[Row]:
         if guard.holds() and guard.native is not None:
             case = f"{2 * layers:4} parameters: one check, native over Python"
             found.append(row(case, guard.native.holds, _python_check(guard), effort.turns))
-    return found
+    return found + _of_transformers(effort)
+
+
+def _of_transformers(effort: Effort) -> list[Row]:
+    """A decode step of a small Llama: what its code can reach is much more than parameters."""
+    if importlib.util.find_spec("transformers") is None:
+        return []
+
+    model = llama()
+    step, batch = model.make(1), model.batch(1)
+    served = graphed(step, dynamic={})
+    served.prewarm(*batch)
+    served(*batch)
+    (entry,) = served.entries
+    assert isinstance(entry.guard, StateGuard)
+    assert entry.guard.native is not None
+    case = "a Llama of 4 layers: one check, native over Python"
+    return [row(case, entry.guard.native.holds, _python_check(entry.guard), effort.turns)]
 
 
 def _python_check(guard: StateGuard) -> Callable[[], bool]:

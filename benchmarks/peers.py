@@ -26,7 +26,7 @@ from graphdispatch.demo import PRESETS, Decoder
 
 from .timing import Effort, Row, Seconds, compared
 
-__all__ = ["TITLE", "rows"]
+__all__ = ["TITLE", "llama", "rows"]
 
 TITLE = "eager and its alternatives on the CPU, each beside eager"
 _BATCHES = (1, 8, 64)
@@ -175,10 +175,11 @@ def _models() -> Iterator[Model]:
     mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).eval()
     yield Model("MLP", lambda _: deepcopy(mlp), lambda count: (torch.randn(count, 64),), {"input": 0})
     if importlib.util.find_spec("transformers") is not None:
-        yield _llama()
+        yield llama()
 
 
-def _llama() -> Model:
+def llama() -> Model:
+    """A decode step of transformers with a static cache, which starts anew before each turn."""
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 100}

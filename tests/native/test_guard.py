@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from graphdispatch.native.bound import CORE, GUARD, USES_CHANGES, USES_VERSIONS, versions_tell
+from graphdispatch.proof.state import guards
 
 from ..behaviour.cases import Box, Slotted
 from ..helpers import check_rows, in_threads, make, native_answers
@@ -37,7 +38,7 @@ EMPTY: dict[str, Any] = {
     "handles": {"next_id": 1},
     "latest": 1,
     "trains": 0,
-    **dict.fromkeys(("tables", "contents", "sequences", "types", "homes", "readers", "tensors", "hooks"), ()),
+    **dict.fromkeys(("tables", "contents", "sequences", "readers", "tensors", "hooks"), ()),
 }
 """What a guard is made of that compares nothing."""
 
@@ -296,8 +297,13 @@ def test_what_is_no_part_of_a_guard_is_refused() -> None:
         "tables": (([], -1, ()),),
         "contents": (({}, None, []),),
         "sequences": (1,),
-        "homes": ((1, 2),),
-        "readers": (("cell", 1, None, 1), ("__code__", 1, None, 1), ("slot", Slotted(1), 1, 1), ("other", 1, None, 1)),
+        "readers": (
+            *(
+                (kind, 1, None, 1)
+                for kind in ("cell", "__code__", "__dict__", "__mro__", "reference", "context", "other")
+            ),
+            ("slot", Slotted(1), 1, 1),
+        ),
         "tensors": ((1, 0, (2,), (1,)), (torch.zeros(2), 0, (2,), ()), (torch.zeros(2), 0, ("2",), (1,))),
         "hooks": (1,),
     }
@@ -305,3 +311,26 @@ def test_what_is_no_part_of_a_guard_is_refused() -> None:
         for part in value:
             with pytest.raises(TypeError):
                 GUARD(**{**EMPTY, name: (part,)})
+
+
+class Named(nn.Module):
+    """Reads what functions say of themselves."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + len(self.forward.__name__ + self.forward.__qualname__ + self.forward.__module__)
+
+
+def test_functions_are_read_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check calls Python for nothing that lies at a place of an object: of large models there are thousands."""
+    readers: set[tuple[str, Any]] = set()
+
+    def spy(**given: Any) -> Any:
+        readers.update((kind, subject) for kind, subject, *_ in given["readers"])
+        return GUARD(**given)
+
+    monkeypatch.setattr(guards, "GUARD", spy)
+    settled(Named().eval())
+    assert {"__name__", "__qualname__", "__module__", "__code__", "__class__", "__dict__"} <= {
+        kind for kind, _ in readers
+    }
+    assert {subject for kind, subject in readers if kind == "call"} <= set(guards._SETTINGS)

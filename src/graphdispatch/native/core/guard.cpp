@@ -133,22 +133,6 @@ PyObject* referent(PyObject* reference) {
 PyObject* read(Guard* self, const Reader& reader) {
   PyObject* value = nullptr;
   switch (reader.kind) {
-    case Kind::kCell:
-      value = PyCell_GET(reader.subject);
-      return Py_NewRef(value ? value : self->absent);
-    case Kind::kSlot:
-      value = *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(reader.subject) + reader.offset);
-      return Py_NewRef(value ? value : self->absent);
-    case Kind::kCode:
-      return Py_NewRef(PyFunction_GET_CODE(reader.subject));
-    case Kind::kDefaults:
-      value = PyFunction_GET_DEFAULTS(reader.subject);
-      return Py_NewRef(value ? value : Py_None);
-    case Kind::kKeywordDefaults:
-      value = PyFunction_GET_KW_DEFAULTS(reader.subject);
-      return Py_NewRef(value ? value : Py_None);
-    case Kind::kBases:
-      return Py_XNewRef(reinterpret_cast<PyTypeObject*>(reader.subject)->tp_mro);
     case Kind::kReference:
       return referent(reader.subject);
     case Kind::kContext:
@@ -165,6 +149,17 @@ bool readers_match(Guard* self) {
     const bool same = now && matches(self->parts.readers[i].expected, now);
     Py_XDECREF(now);
     if (!same) return false;
+  }
+  return true;
+}
+
+bool fields_match(Guard* self) {
+  Field* const fields = self->parts.fields.data();
+  const size_t count = self->parts.fields.size(), ahead = steps_ahead(count);
+  for (size_t i = 0; i < count; ++i) {
+    if (i + ahead < count) __builtin_prefetch(fields[i + ahead].place);
+    PyObject* now = *fields[i].place;
+    if (!matches(fields[i].expected, now ? now : fields[i].empty)) return false;
   }
   return true;
 }
@@ -241,13 +236,7 @@ bool hooks_match(Guard* self) {
 
 bool all_match(Guard* self) {
   if (self->is_dead || !hooks_match(self) || !dicts_match(self) || !sequences_match(self)) return false;
-  for (const Pair& entry : self->parts.types) {
-    if (reinterpret_cast<PyObject*>(Py_TYPE(entry.subject)) != entry.expected) return false;
-  }
-  for (const Home& entry : self->parts.homes) {
-    if (!entry.place || *entry.place != entry.dict) return false;
-  }
-  return readers_match(self) && tensors_match(self);
+  return fields_match(self) && readers_match(self) && tensors_match(self);
 }
 
 }  // namespace

@@ -32,25 +32,21 @@ struct Sequence {
   Range entries;
 };
 
-enum class Kind { kCall, kCell, kReference, kContext, kSlot, kCode, kDefaults, kKeywordDefaults, kBases };
+// A reference that an object keeps at one place, whatever happens to it: its class, the dict of its attributes, a slot.
+struct Field {
+  PyObject* object;
+  PyObject** place;
+  PyObject* empty;  // what Python reads there where nothing is kept
+  PyObject* expected;
+};
+
+// What Python has to read: a weak reference, a context variable, or by a call.
+enum class Kind { kCall, kReference, kContext };
 
 struct Reader {
   Kind kind;
   PyObject* subject;
-  Py_ssize_t offset;  // of a slot
   PyObject* expected;
-};
-
-struct Pair {
-  PyObject* subject;
-  PyObject* expected;
-};
-
-// An object with the dict of its attributes.
-struct Home {
-  PyObject* object;
-  PyObject* dict;
-  PyObject** place;  // where the object keeps it, whatever happens to the object; null if nowhere
 };
 
 struct TensorPlace {
@@ -69,8 +65,7 @@ struct Parts {
   std::vector<Bindings> bindings;  // of each dict
   Slots slots;
   std::vector<Sequence> sequences;
-  std::vector<Pair> types;
-  std::vector<Home> homes;
+  std::vector<Field> fields;
   std::vector<Reader> readers;
   std::vector<TensorPlace> tensors;
   std::vector<Imprint> imprints;  // of each tensor when it last was as expected

@@ -3,6 +3,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <cstddef>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -35,11 +36,10 @@ int each_reference(Guard* self, Visit visit) {
   for (Dict& entry : self->parts.dicts) one(entry.dict);
   for (PyObject*& slot : self->parts.slots) one(slot);
   for (Sequence& entry : self->parts.sequences) one(entry.container);
+  for (Field& entry : self->parts.fields) one(entry.object), one(entry.expected);
   for (Reader& entry : self->parts.readers) one(entry.subject), one(entry.expected);
   for (TensorPlace& entry : self->parts.tensors) one(entry.tensor), one(entry.kind);
   for (PyObject*& table : self->parts.hooks) one(table);
-  for (Home& entry : self->parts.homes) one(entry.object), one(entry.dict);
-  for (Pair& entry : self->parts.types) one(entry.subject), one(entry.expected);
   return stop;
 }
 
@@ -116,64 +116,53 @@ bool add_sequence(Guard* self, PyObject* item) {
   return true;
 }
 
-bool add_type(Guard* self, PyObject* item) {
-  PyObject *object, *type;
-  if (!PyArg_ParseTuple(item, "OO", &object, &type)) return false;
-  self->parts.types.push_back({Py_NewRef(object), Py_NewRef(type)});
-  return true;
-}
-
-bool add_home(Guard* self, PyObject* item) {
-  PyObject *object, *dict;
-  if (!PyArg_ParseTuple(item, "OO!", &object, &PyDict_Type, &dict)) return false;
-  self->parts.homes.push_back({Py_NewRef(object), Py_NewRef(dict), _PyObject_GetDictPtr(object)});
-  return true;
-}
-
-// Where a slot of a class made by a class statement lies in its objects; 0 with an error for any other descriptor.
-Py_ssize_t offset_of(PyObject* descriptor, PyObject* object) {
-  if (Py_TYPE(descriptor) == &PyMemberDescr_Type &&
-      PyObject_TypeCheck(object, reinterpret_cast<PyDescrObject*>(descriptor)->d_type)) {
+// Where an object keeps what Python reads as a ``kind`` of it; null if nowhere.
+PyObject** place_of(PyObject* object, const char* kind, PyObject* descriptor) {
+  if (std::strcmp(kind, "__class__") == 0) return reinterpret_cast<PyObject**>(&object->ob_type);
+  if (std::strcmp(kind, "__dict__") == 0) return _PyObject_GetDictPtr(object);
+  size_t offset = 0;
+  if (PyFunction_Check(object)) {
+    const std::pair<const char*, size_t> names[] = {
+        {"__code__", offsetof(PyFunctionObject, func_code)},
+        {"__defaults__", offsetof(PyFunctionObject, func_defaults)},
+        {"__kwdefaults__", offsetof(PyFunctionObject, func_kwdefaults)},
+        {"__name__", offsetof(PyFunctionObject, func_name)},
+        {"__qualname__", offsetof(PyFunctionObject, func_qualname)},
+        {"__module__", offsetof(PyFunctionObject, func_module)},
+        {"__doc__", offsetof(PyFunctionObject, func_doc)},
+    };
+    for (const auto& name : names) {
+      if (std::strcmp(kind, name.first) == 0) offset = name.second;
+    }
+  } else if (std::strcmp(kind, "cell") == 0 && PyCell_Check(object)) {
+    offset = offsetof(PyCellObject, ob_ref);
+  } else if (std::strcmp(kind, "__mro__") == 0 && PyType_Check(object)) {
+    offset = offsetof(PyTypeObject, tp_mro);
+  } else if (std::strcmp(kind, "slot") == 0 && Py_TYPE(descriptor) == &PyMemberDescr_Type &&
+             PyObject_TypeCheck(object, reinterpret_cast<PyDescrObject*>(descriptor)->d_type)) {
     const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member;
-    if (member->type == T_OBJECT_EX) return member->offset;
+    if (member->type == T_OBJECT_EX) offset = member->offset;  // of a class made by a class statement
   }
-  PyErr_SetString(PyExc_TypeError, "this is no slot of that object");
-  return 0;
+  return offset ? reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset) : nullptr;
 }
 
 bool add_reader(Guard* self, PyObject* item) {
   const char* name;
   PyObject *subject, *descriptor, *expected;
   if (!PyArg_ParseTuple(item, "sOOO", &name, &subject, &descriptor, &expected)) return false;
-  const std::pair<const char*, Kind> kinds[] = {
-      {"call", Kind::kCall},
-      {"cell", Kind::kCell},
-      {"reference", Kind::kReference},
-      {"context", Kind::kContext},
-      {"slot", Kind::kSlot},
-      {"__code__", Kind::kCode},
-      {"__defaults__", Kind::kDefaults},
-      {"__kwdefaults__", Kind::kKeywordDefaults},
-      {"__mro__", Kind::kBases},
-  };
-  Reader reader{Kind::kCall, subject, 0, expected};
-  bool found = false;
-  for (const auto& kind : kinds) {
-    if (std::strcmp(name, kind.first) == 0) reader.kind = kind.second, found = true;
+  if (PyObject** place = place_of(subject, name, descriptor)) {
+    PyObject* empty = PyFunction_Check(subject) ? Py_None : self->absent;
+    self->parts.fields.push_back({Py_NewRef(subject), place, empty, Py_NewRef(expected)});
+    return true;
   }
-  const bool is_function = reader.kind == Kind::kCode || reader.kind == Kind::kDefaults ||
-                           reader.kind == Kind::kKeywordDefaults;
-  if (!found || (reader.kind == Kind::kCell && !PyCell_Check(subject)) ||
-      (reader.kind == Kind::kReference && !PyWeakref_CheckRef(subject)) ||
-      (reader.kind == Kind::kContext && !PyContextVar_CheckExact(subject)) ||
-      (reader.kind == Kind::kBases && !PyType_Check(subject)) || (is_function && !PyFunction_Check(subject))) {
+  const bool is_reference = std::strcmp(name, "reference") == 0, is_context = std::strcmp(name, "context") == 0;
+  if (is_reference ? !PyWeakref_CheckRef(subject)
+                   : is_context ? !PyContextVar_CheckExact(subject) : std::strcmp(name, "call") != 0) {
     PyErr_Format(PyExc_TypeError, "%R cannot be read as a %s", subject, name);
     return false;
   }
-  if (reader.kind == Kind::kSlot && !(reader.offset = offset_of(descriptor, subject))) return false;
-  Py_INCREF(subject);
-  Py_INCREF(expected);
-  self->parts.readers.push_back(reader);
+  const Kind kind = is_reference ? Kind::kReference : is_context ? Kind::kContext : Kind::kCall;
+  self->parts.readers.push_back({kind, Py_NewRef(subject), Py_NewRef(expected)});
   return true;
 }
 
@@ -233,15 +222,14 @@ bool add_each(Guard* self, PyObject* items, bool (*add)(Guard*, PyObject*)) {
 }
 
 PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* named) {
-  static const char* names[] = {"absent", "handles", "latest", "trains",  "tables",  "contents", "sequences",
-                                "types",  "homes",   "readers", "tensors", "hooks",  nullptr};
-  PyObject *absent, *handles, *latest, *parts[8];
+  static const char* names[] = {"absent",    "handles", "latest",  "trains", "tables", "contents",
+                                "sequences", "readers", "tensors", "hooks",  nullptr};
+  PyObject *absent, *handles, *latest, *parts[6];
   int trains;
-  if (!PyArg_ParseTupleAndKeywords(args, named, "$OO!O!iO!O!O!O!O!O!O!O!", const_cast<char**>(names), &absent,
+  if (!PyArg_ParseTupleAndKeywords(args, named, "$OO!O!iO!O!O!O!O!O!", const_cast<char**>(names), &absent,
                                    &PyDict_Type, &handles, &PyLong_Type, &latest, &trains, &PyTuple_Type, &parts[0],
                                    &PyTuple_Type, &parts[1], &PyTuple_Type, &parts[2], &PyTuple_Type, &parts[3],
-                                   &PyTuple_Type, &parts[4], &PyTuple_Type, &parts[5], &PyTuple_Type, &parts[6],
-                                   &PyTuple_Type, &parts[7])) {
+                                   &PyTuple_Type, &parts[4], &PyTuple_Type, &parts[5])) {
     return nullptr;
   }
   Guard* self = reinterpret_cast<Guard*>(type->tp_alloc(type, 0));
@@ -252,9 +240,8 @@ PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* named) {
   self->latest = Py_NewRef(latest);
   self->trains = trains;
   self->watches = true;
-  bool (*const adders[])(Guard*, PyObject*) = {add_table, add_content, add_sequence, add_type,
-                                               add_home,  add_reader,  add_tensor,   add_hooks};
-  for (int i = 0; i < 8; ++i) {
+  bool (*const adders[])(Guard*, PyObject*) = {add_table, add_content, add_sequence, add_reader, add_tensor, add_hooks};
+  for (int i = 0; i < 6; ++i) {
     if (!add_each(self, parts[i], adders[i])) {
       Py_DECREF(self);
       return nullptr;

@@ -265,7 +265,12 @@ class Verification(Licence):
             return None
 
         def may_serve(values: Sequence[Any]) -> bool:
-            return not (self.misfit(values) or (is_of_one_batch and self.differs(values)))
+            for place in self.bare:  # most tensors carry nothing
+                if values[place].__dict__ and self._carries(values):
+                    return False
+            if self.metadata is not None and not self.metadata.has_compared(values):
+                return False
+            return not (is_of_one_batch and self.differs(values))
 
         return may_serve
 

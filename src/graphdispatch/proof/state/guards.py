@@ -100,8 +100,9 @@ class StateGuard:
         self._named = [*_DEVICE, *reads.attributes]
         self._fixed = reads.fixed
         self._homes = tuple(filter(_has_own_table, reads.objects))
-        others = (partial(attribute_table, home) for home in reads.objects if not _has_own_table(home))
-        self._readers = [*map(Reader, _SETTINGS), *map(Reader, others), *reads.readers]
+        others = (one for one in reads.objects if not _has_own_table(one) and attribute_table(one) is not None)
+        tables = (Reader(partial(attribute_table, one), "__dict__", one) for one in others)
+        self._readers = [*map(Reader, _SETTINGS), *tables, *reads.readers]
         self._calls = [reader.call for reader in self._readers]
         with torch._C.DisableTorchFunction():
             tensors = list(filter(has_memory, reads.tensors))
@@ -313,9 +314,11 @@ def compile_guard(guard: StateGuard) -> Any:
             tables=tables,
             contents=contents,
             sequences=sequences,
-            types=tuple(zip(guard._objects, types_held, strict=True)),
-            readers=tuple(reader.expecting(held) for reader, held in zip(guard._readers, read, strict=True)),
-            homes=tuple((value, _raw(held)) for value, held in zip(guard._homes, homes, strict=True)),
+            readers=(
+                *(("__class__", value, None, held) for value, held in zip(guard._objects, types_held, strict=True)),
+                *(("__dict__", value, None, _raw(held)) for value, held in zip(guard._homes, homes, strict=True)),
+                *(reader.expecting(held) for reader, held in zip(guard._readers, read, strict=True)),
+            ),
             tensors=tuple(zip(guard.tensors, kinds, addresses, guard._loose, *extents, strict=False)),
             hooks=tuple((table,) for table in guard._hooks),
         )

@@ -154,7 +154,12 @@ def finds_by_name(frame: types.FrameType) -> bool:
     code = frame.f_code
     if code.co_name != "__getattr__" or not code.co_argcount:
         return False
-    kind = type(frame.f_locals.get(code.co_varnames[0]))
+    return is_lazy_module(frame.f_locals.get(code.co_varnames[0]))
+
+
+def is_lazy_module(value: Any) -> bool:
+    """Whether it is a lazy module of transformers or diffusers, which notes what thousands of files define."""
+    kind = type(value)
     return kind.__name__ == "_LazyModule" and home_of(kind) in _LAZY and issubclass(kind, types.ModuleType)
 
 
@@ -546,7 +551,8 @@ _NOBODYS = sys.stdlib_module_names | {"numpy"}
 
 def is_whole(module: types.ModuleType) -> bool:
     """Whether all variables of a module count where code reads names that do not stand in it: of one of the user's."""
-    return is_user_module(module) and str(module.__name__).partition(".")[0] not in _NOBODYS
+    is_users = is_user_module(module) and str(module.__name__).partition(".")[0] not in _NOBODYS
+    return is_users and not is_lazy_module(module)
 
 
 def setting_names(module: types.ModuleType) -> list[str]:

@@ -503,10 +503,9 @@ class StateReads(Traversal):
             return edges
         is_whole = self._all or types.FunctionType in self._notes.whole_types
         ran = self._runs(fn)
-        parts = (name for name in _RUN_OF_FUNCTIONS if name in self._names or (ran and getattr(fn, name)))
-        said = (name for name in _SAID_OF_FUNCTIONS if name in self._names or is_whole)
+        parts = [name for name in _RUN_OF_FUNCTIONS if name in self._names or (ran and getattr(fn, name))]
+        parts += [name for name in _SAID_OF_FUNCTIONS if name in self._names or is_whole]
         self.readers += (Reader(partial(getattr, fn, name), name, fn) for name in parts)
-        self.readers += (Reader(partial(getattr, fn, name)) for name in said)
         if not ran:
             return edges
         edges = [*edges, ("", fn.__dict__.get("__wrapped__"))]
