@@ -324,14 +324,14 @@ class Scales(nn.Module):
 
 @pytest.mark.parametrize("called", [False, True])
 def test_first_run_scales(called: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A prewarm makes no graph of it, and no state, and says so aloud; a call with real data makes that of its own
-    batch, and a prewarm behind it changes nothing."""
+    """A prewarm makes no graph of it, and no state, and says so aloud, as does ``explain``; a call with real data makes
+    that of its own batch, and a prewarm behind it changes nothing."""
     step, x = graphed(Scales(), dynamic={"x": 0}, sizes=(4,)), torch.full((4, 3), 8.0)
     if called:
         step(x)
     report = step.prewarm(torch.full((4, 3), 2.0))
     assert set(report.reasons.values()) == (set() if called else {Reason.STATE_REBOUND})
-    assert all("call it once before" in why for why in report.left_out.values())
+    assert all("call it once before" in why for why in (*report.left_out.values(), *[step.explain(x)][called:]))
     assert called is not ("prewarm captured no graph" in caplog.text)
     assert torch.equal(step(x), x / 8.0)
 

@@ -46,7 +46,7 @@ OTHERS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str, Callable[[],
     "layout": ((X,), lambda f: f(X.t().contiguous().t()), "input 'x' must be contiguous in memory", nullcontext),
     "given": ((X,), lambda f: f(X, mode="b"), "argument 'mode' must be left out", nullcontext),
     "left out": ((X, X[:1]), lambda f: f(X), "argument 'mask' must be given", nullcontext),
-    "by name": ((X,), lambda f: f(x=X), "given by name: none", nullcontext),
+    "by name": ((X,), lambda f: f(x=X), "the arguments given by name must be: none", nullcontext),
     "inference mode": ((X,), lambda f: f(X), "torch.inference_mode must be off", torch.inference_mode),
     "autocast": (
         (X,),

@@ -88,6 +88,8 @@ def _without_graph(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reas
     reason, detail = admit(graphs, group, size)
     if reason is Reason.CAPTURED_NOW:
         reason, detail = _reason_to_wait(graphs, group, None, size) or (reason, detail)
+    if reason is Reason.FIRST_SIGHTING and (failure := group.failures.get(size)) is not None:  # of a prewarm
+        return failure.reason, failure.detail
     if reason is Reason.FIRST_SIGHTING and group.is_of_constant and not group.has_only_other_states(size):
         return (Reason.CONSTANT_CHANGES if len(graphs.owned) > graphs.max_groups else reason), group.unlike
     if reason in (Reason.FIRST_SIGHTING, Reason.CAPTURE_WAITS) and (about := _about_others(graphs, group, size)):

@@ -82,7 +82,7 @@ class Route:
         elif lacking := [name for name in known if name not in names]:
             what = f"argument {lacking[0]!r} must be given"
         elif others[0].call.spec.key != form:
-            what = f"given by name: {', '.join(others[0].call.spec.keywords) or 'none'}"
+            what = f"the arguments given by name must be: {', '.join(others[0].call.spec.keywords) or 'none'}"
         else:
             what = others[0].signature.difference(leaves)
         return f"there are graphs for other calls ({what})"
