@@ -573,7 +573,8 @@ def _fault_of_output(number: int, label: Label) -> Fault | None:
         if any(isinstance(atom, Atom) and atom.is_arranged for atom in dim):
             return Fault(True, f"output {number} has its rows in an order that depends on all of them")
         if has_rows(dim) and type(dim[0]) is int:
-            return Fault(False, f"output {number} has each row in several places")
+            remedy = "return each part by itself, or have a size for it (sizes=)"
+            return Fault(False, f"output {number} has each row in several places; {remedy}")
     return None
 
 
