@@ -30,8 +30,8 @@ class Reason(Explained):
     ASLEEP = "asleep", "sleep() released the graphs; call wake() to capture them again"
     FROZEN = (
         "frozen",
-        "freeze() forbids captures and comparisons, and no graph was compared for such a batch before; prewarm with "
-        "real examples, under the same inference_mode and autocast, or call unfreeze()",
+        "freeze() forbids captures and comparisons, and no graph was compared for such a batch before; unfreeze(), or "
+        "prewarm before freeze() with real examples, under the same inference_mode and autocast",
     )
     FIRST_SIGHTING = "first_sighting", "this size comes for the first time; it is captured when it comes again"
     CONSTANT_CHANGES = (
@@ -41,7 +41,7 @@ class Reason(Explained):
     )
     CAPTURE_WAITS = (
         "capture_waits",
-        "there is no time for the capture yet; prewarm(), or raise capture_share",
+        "there is no time for the capture yet; prewarm() (capture_graph() of a manager), or raise capture_share",
     )
     CACHE_FULL = (
         "cache_full",
@@ -49,7 +49,8 @@ class Reason(Explained):
     )
     ABOVE_LARGEST_SIZE = (
         "above_largest_size",
-        "the batch is larger than the largest graph; add to sizes= if you gave that, else raise max_size=",
+        "the batch is larger than the largest graph; add a larger size to those that you gave, or raise max_size= "
+        "(max_batch_size of a CUDAGraphConfig)",
     )
     NOT_CAPTURED = "not_captured", "no graph is captured for this key"
     MODE_MISMATCH = "mode_mismatch", "this call asks for a mode that these graphs do not serve"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _UNKNOWN = "not measured"
 _MOST_BARS = 64
 _MOST_DETAILS = 3
-_ASK = "explain() with such a call says more, and audit() looks at the whole callable"
+_ASK = "explain() with such a call, or the log at level INFO, says more, and audit() looks at the whole callable"
 _MEND = "mend what the failed capture names, or mark it with eager_break and use mode PIECEWISE"
 
 

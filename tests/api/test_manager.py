@@ -122,13 +122,21 @@ def test_all_modes_are_served() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "seq_len", "reason"),
-    [(9, 1, Reason.ABOVE_LARGEST_SIZE), (4, 9000, Reason.NOT_CAPTURED), (0, 1, Reason.NO_ROWS)],
+    ("rows", "seq_len", "reason", "option"),
+    [
+        (9, 1, Reason.ABOVE_LARGEST_SIZE, "max_batch_size"),
+        (4, 9000, Reason.NOT_CAPTURED, "max_seq_len"),
+        (0, 1, Reason.NO_ROWS, ""),
+    ],
 )
-def test_what_no_size_holds_is_eager(rows: int, seq_len: int, reason: Reason) -> None:
-    """A batch past a limit runs eagerly, with the reason."""
+def test_what_no_size_holds_is_eager(
+    rows: int, seq_len: int, reason: Reason, option: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A batch past a limit runs eagerly, with the reason, which names the option that sets the limit."""
     manager = make()
-    run(manager, double, rows, seq_len=seq_len)
+    with caplog.at_level("INFO", "graphdispatch"):
+        run(manager, double, rows, seq_len=seq_len)
+    assert option in caplog.text
     assert manager.stats.reasons == {reason: 1}
     assert manager.get_mode_for_batch(rows, seq_len) is NONE
 

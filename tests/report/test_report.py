@@ -74,7 +74,7 @@ def test_each_reason_has_its_sentence_its_remedy_and_what_failed_captures_said()
     assert {gd.Reason(reason): row.calls for reason, row in reasons.items()} == serve.stats.reasons
     above, unsafe = reasons["above_largest_size"], reasons["capture_unsafe"]
     assert above.sentence == "the batch is larger than the largest graph"
-    assert above.remedy == "add to sizes= if you gave that, else raise max_size="
+    assert above.remedy.startswith("add a larger size to those that you gave, or raise max_size=")
     assert above.share == 1 / serve.stats.calls
     (detail,) = unsafe.details
     assert "if is_checked and x.sum() > 0" in detail

@@ -512,5 +512,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
         decision = self._tables[CUDAGraphMode.FULL].decide(batch_size)
         if not decision.mode.has_graphs():
             return decision
-        is_long = seq_len > self.config.max_seq_len
-        return Decision.eager(Reason.NOT_CAPTURED if is_long else Reason.MODE_MISMATCH, batch_size)
+        if seq_len <= (most := self.config.max_seq_len):
+            return Decision.eager(Reason.MODE_MISMATCH, batch_size)
+        why = f"seq_len={seq_len} is above max_seq_len={most}; raise that in the configuration"
+        return Decision.eager(Reason.NOT_CAPTURED, batch_size, why)
