@@ -3,7 +3,6 @@
 The cases are those of ``table.py``; rows of ``docs/footguns.md`` run through every front end.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -457,18 +456,3 @@ def test_an_attribute_of_an_argument_that_a_break_reads() -> None:
         if tag is not None:
             x.tag = tag
         check_calls(step, x)
-
-
-def test_an_outer_profiler_goes_on() -> None:
-    """A profiler of the user's is still there after a run that ended early, before an iterator."""
-    fn, _, tell = WRITES["iterator: list iterator"].make()
-    step, seen, outer = graphs_of(fn), [], sys.getprofile()
-    profile = lambda frame, event, arg: seen.append(event)  # noqa: E731
-    sys.setprofile(profile)
-    try:
-        step.prewarm(torch.ones(4, 3), sizes=(4,))
-        assert sys.getprofile() is profile
-    finally:
-        sys.setprofile(outer)
-    assert seen
-    assert tell() == 1

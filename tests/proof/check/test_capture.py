@@ -5,17 +5,13 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import permutations
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 from graphdispatch import CUDAGraphOptions, Reason, graphed
-from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor
 from graphdispatch.proof.watch.effects import EffectRecorder
-from graphdispatch.proof.watch.trace import CodeTrace
 
 from ...behaviour.cases import Box
 from ...helpers import Spy, assert_same, catching, check_calls, make
@@ -75,21 +71,8 @@ def garbage() -> Probe:
     return partial(lambda ref: ref() is not None, weakref.ref(cycle))
 
 
-def _prewarm_graphed(fn: Callable[..., Any], options: CUDAGraphOptions) -> None:
-    step = graphed(fn, dynamic={"x": 0}, sizes=(2, 4), options=options)
-    step.prewarm(torch.randn(2, 3))
-
-
-def _prewarm_wrapper(fn: Callable[..., Any], options: CUDAGraphOptions) -> None:
-    wrapper = AdaptiveCUDAGraphWrapper(fn, options=options)
-    wrapper.prewarm([BatchDescriptor(4), BatchDescriptor(2)], lambda descriptor: torch.randn(descriptor.num_tokens, 3))
-
-
 @pytest.mark.parametrize("gc_disable", [True, False])
-@pytest.mark.parametrize("prewarm", [_prewarm_graphed, _prewarm_wrapper])
-def test_prewarming_collects_after_the_last_capture(
-    prewarm: Callable[[Callable[..., Any], CUDAGraphOptions], None], gc_disable: bool
-) -> None:
+def test_prewarming_collects_after_the_last_capture(gc_disable: bool) -> None:
     """None is collected until the last capture is done."""
     is_kept, within = Spy(), Spy()
 
@@ -101,7 +84,8 @@ def test_prewarming_collects_after_the_last_capture(
     if not gc_disable:
         gc.disable()  # Python itself collects nothing meanwhile
     try:
-        prewarm(step, CUDAGraphOptions(gc_disable=gc_disable))
+        options = CUDAGraphOptions(gc_disable=gc_disable)
+        graphed(step, dynamic={"x": 0}, sizes=(2, 4), options=options).prewarm(torch.randn(2, 3))
         assert len(within) > 2
         assert all(is_kept)
         young: list[list[int]] = [[] for _ in range(5000)]  # more than the collector waits for
@@ -201,47 +185,6 @@ def test_a_call_that_no_graph_holds_runs_once(read: Callable[[torch.Tensor], Any
     assert len(runs) == 1
     assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
     assert "test_capture.py" in step.last_decision.detail
-
-
-def test_code_after_a_read_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No graph will be made of it."""
-    heard = []
-    on_call = CodeTrace.on_call
-
-    def note(trace: CodeTrace, frame: FrameType) -> None:
-        heard.append(frame.f_code.co_name)
-        on_call(trace, frame)
-
-    def before(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    def after(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    monkeypatch.setattr(CodeTrace, "on_call", note)
-    x = torch.randn(4, 3)
-    assert_same(make(lambda x: after(before(x) * x.sum().item()))(x), x * 2 * x.sum().item() + 1)
-    assert "before" in heard
-    assert "after" not in heard
-
-
-TICKS = torch.zeros(8)
-HINDERS: dict[Reason, Callable[[torch.Tensor], torch.Tensor]] = {
-    Reason.CAPTURE_UNSAFE: lambda x: x * x.sum().item(),
-    Reason.STATE_TOO_LARGE: lambda x: (TICKS.add_(1), x * 2)[1],
-    Reason.STATE_UNSEEN: lambda x: x * len(globals()["__name__"]),
-}
-
-
-@pytest.mark.parametrize(
-    ("first", "second"), [(a, b) for a, b in permutations(HINDERS, 2) if Reason.CAPTURE_UNSAFE in (a, b)]
-)
-def test_what_comes_first_is_the_reason(first: Reason, second: Reason) -> None:
-    """Of two things that keep a call from having a graph."""
-    one, other, x = HINDERS[first], HINDERS[second], torch.randn(4, 3)
-    step = make(lambda x: other(one(x)), state_limit_bytes=8)
-    assert_same(step(x), other(one(x)))
-    assert step.last_decision.reason is first
 
 
 STATE = torch.zeros(8, 3)

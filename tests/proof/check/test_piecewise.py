@@ -1,7 +1,6 @@
 """PIECEWISE captures: graphs and eager parts in turn give eager's answer, or a clear error, and nothing in between."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -17,7 +16,6 @@ from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ReplayError
 from graphdispatch.proof.breaks import ACTIVE
 
-from ...behaviour.cases import Box
 from ...helpers import AT_ONCE, Spy, check_calls, in_threads, make
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -204,26 +202,6 @@ def test_an_effect_of_a_break_that_no_capture_saw_happens_once(effect: str, read
         assert state.state() == plain.state()
 
 
-def test_a_break_that_runs_out_of_memory_is_not_run_again() -> None:
-    """Nor the one before it, which has counted by then."""
-    state = Effects()
-    note = eager_break(lambda x: (state.grow() if float(x.sum()) < 0 else None, x * 1)[1])
-
-    def allocate(x: Tensor) -> Tensor:
-        if float(x.sum()) < 0:
-            raise torch.OutOfMemoryError("out of memory")
-        return x * 1
-
-    need = eager_break(allocate)
-    served = pieces(lambda x: need(note(x * 1)) * 2, ahead=False)
-    for scale in (1.0, 2.0, 3.0):
-        served(x=torch.full((4, 3), scale))
-    with pytest.raises(ReplayError, match="out of memory") as caught:
-        served(x=-torch.ones(4, 3))
-    assert caught.value.had_effects
-    assert state.limit == 1
-
-
 def test_a_replay_whose_breaks_are_operators_alone_runs_again() -> None:
     """Their schemas say that they write nothing."""
     eager_break("aten::nonzero")
@@ -370,33 +348,6 @@ def test_an_inner_call_waits_for_no_one() -> None:
     assert torch.equal(result, x * 2 + (x[:1] * 2 * 2 + x[:1] * 2) + x)
 
 
-def test_a_call_from_another_thread_waits_its_turn() -> None:
-    """A call that comes from elsewhere while a break runs is served by a graph, after the break's replay."""
-    started: list[threading.Thread] = []
-    reasons: list[Reason] = []
-
-    @torch.no_grad()
-    def elsewhere() -> None:
-        y = torch.randn(4, 3)
-        assert torch.equal(served(x=y), (y + 1) * 2 - y)
-        reasons.append(served.last_decision.reason)
-
-    @eager_break
-    def part(x: Tensor) -> Tensor:
-        if is_armed and not started:
-            started.append(threading.Thread(target=elsewhere))
-            started[0].start()
-        return x * 2
-
-    is_armed = False
-    served = pieces(lambda x: part(x + 1) - x)
-    is_armed = True
-    x = torch.randn(4, 3)
-    assert torch.equal(served(x=x), (x + 1) * 2 - x)
-    started[0].join()
-    assert reasons == [Reason.EXACT]
-
-
 def nested_wrappers(pool_is_shared: bool) -> tuple[CUDAGraphWrapper, CUDAGraphWrapper]:
     """A PIECEWISE wrapper, and the FULL one that its break calls."""
     backend = get_backend("cpu")
@@ -429,29 +380,3 @@ def test_a_break_may_call_another_graph(pool_is_shared: bool) -> None:
     assert figures.hits == hits + (0 if pool_is_shared else 3)
     assert (figures.reasons[Reason.INSIDE_REPLAY] > 0) is pool_is_shared
     assert outer_figures.hits == outer_hits + 3
-
-
-def test_a_call_that_has_written_cannot_run_again() -> None:
-    """Its break sets a number by the batch, and what follows reads it: it raises, and says what to do; the next call is
-    answered as eager does."""
-    calls, chosen = torch.zeros(1), Box(limit=1)
-
-    @eager_break
-    def choose(x: Tensor) -> Tensor:
-        chosen.limit = 2 if x.sum() > 100 else 1
-        return x + 1
-
-    def model(x: Tensor) -> Tensor:
-        calls.add_(1)
-        return choose(x * 2) * chosen.limit
-
-    served = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE")
-    for _ in range(6):
-        served(torch.rand(4, 4))
-    assert served.stats.hits
-    with pytest.raises(ReplayError, match="return what they need from the break"):
-        served(torch.rand(4, 4) + 100)
-    assert calls == 7
-    for x in (torch.rand(4, 4) + 100, torch.rand(4, 4)):
-        assert torch.equal(served(x), (x * 2 + 1) * (2 if x.sum() > 100 else 1))
-    assert calls == 9

@@ -2,14 +2,13 @@
 
 import cProfile
 import sys
-from typing import Any
 
 import pytest
 import torch
 
 import graphdispatch as gd
 
-from ...helpers import HAS_CORE, Seen, check_rows, double, frames_of, make, recorded
+from ...helpers import HAS_CORE, Seen, check_rows, double, frames_of, make
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -66,20 +65,3 @@ def test_a_profiler_in_compiled_code_goes_on() -> None:
         sys.intern("still profiled")
     assert step.stats.hits == 4
     assert any("intern" in str(entry.code) for entry in profile.getstats())
-
-
-def test_a_graph_is_bound_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trace of a recording ends with the call: to make the graph runs much Python, none of it the callable's."""
-    traces: list[Any] = []
-    kind: Any = type(recorded(lambda: None)[0])
-    make = kind.__init__
-
-    def note(*args: Any, **kwargs: Any) -> None:
-        traces.append(sys.getprofile())
-        make(*args, **kwargs)
-
-    monkeypatch.setattr(kind, "__init__", note)
-    step = served()
-    step(torch.randn(4, 3))
-    assert step.stats.captures == 1
-    assert set(traces) == {None}
