@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import is_namedtuple_instance, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import is_namedtuple_instance, tree_flatten, tree_leaves, tree_unflatten
 
 from ...errors import CaptureError
 from ...reasons import Reason
@@ -113,16 +113,11 @@ def _can_open(kind: type) -> bool:
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
 
 
-def closed(tree: Any) -> Any:
-    """The tree with an object in the place of each node that was opened."""
-    return tree_map(lambda node: _close(node) if _is_opened(node) else node, tree, is_leaf=_is_opened)
-
-
-def _close(node: Opened) -> Any:
-    content = closed(node.content)
-    if node.kind is torch.Size:
+def _made(kind: type, content: Any) -> Any:
+    """A new object of a class that has these attributes; or a shape of these lengths."""
+    if kind is torch.Size:
         return torch.Size(content)
-    made: Any = object.__new__(node.kind)
+    made: Any = object.__new__(kind)
     table = attribute_table(made)
     assert table is not None
     table.update(content)
@@ -137,11 +132,11 @@ class OpenedObjects(Objects):
         kept = set(map(id, tree_leaves(tree)))  # objects that were there before the call
         return Opener(lambda value: id(value) in kept).open(answer)
 
-    def close(self, tree: Any) -> Any:
-        """As ``Objects.close``."""
-        return closed(tree)
+    def maker(self, node: Any) -> Callable[[list[Any]], Any] | None:
+        """As ``Objects.maker``."""
+        return (lambda parts: _made(*parts)) if _is_opened(node) else None
 
 
 def objects_in(tree: Any) -> OpenedObjects | None:
-    """What opens and closes the objects among outputs; None if there are none."""
+    """What opens the objects among outputs, and makes them anew; None if there are none."""
     return OpenedObjects() if any(map(_is_opened, tree_leaves(tree, is_leaf=_is_opened))) else None
