@@ -136,7 +136,7 @@ def no_real_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No real clock decides whether a capture has to wait, nor whether a graph serves a batch: none shows any time.
     Clocks that tests give do."""
     for name, value in {"clock": staticmethod(float), "first_capture_s": 0.0}.items():
-        monkeypatch.setattr(f"graphdispatch.runtime.budget.CaptureBudget.{name}", value)
+        monkeypatch.setattr(f"graphdispatch.runtime.admission.CaptureBudget.{name}", value)
     monkeypatch.setattr("graphdispatch.runtime.gain.ENOUGH", 0)
     monkeypatch.setattr("graphdispatch.runtime.gain.EagerTimes.wants", lambda *_: False)
 

@@ -42,7 +42,6 @@ from .backends.tracing import profiler_range, uncached_casts
 from .errors import CaptureError, ConfigError, error_of_signal
 from .modes import EntryState
 from .reasons import Reason
-from .runtime.collector import paused_collector
 from .runtime.constants import VALUES
 from .runtime.entry import CUDAGraphEntry
 from .runtime.flatten import describe, is_tensor
@@ -50,6 +49,7 @@ from .runtime.outputs import OutputRule, Outputs, copied_from, first_rows
 from .runtime.protocols import Capturer, Guard
 from .runtime.request import CaptureRequest, CaptureResult
 from .runtime.rules import graph_name
+from .runtime.windows import paused_collector
 from .sizes import Axis
 
 _log = logging.getLogger("graphdispatch")

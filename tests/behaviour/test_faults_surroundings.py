@@ -17,7 +17,7 @@ from graphdispatch import Reason, graphed
 from graphdispatch.backends.code_events import CodeListener
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.cpu.recorder import Recorder
-from graphdispatch.runtime.collector import paused_collector
+from graphdispatch.runtime.windows import paused_collector
 
 from ..helpers import AT_ONCE, Behind, Spy, batch, check_calls, check_rows, make, reason
 from .forks import in_child

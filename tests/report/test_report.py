@@ -12,7 +12,7 @@ import torch
 import graphdispatch as gd
 from graphdispatch.engines import Gain
 from graphdispatch.plan import Workload, plan_sizes
-from graphdispatch.runtime.budget import EagerTimes
+from graphdispatch.runtime.gain import EagerTimes
 
 from ..helpers import AT_ONCE, check_calls, check_rows, run_python
 

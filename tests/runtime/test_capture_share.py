@@ -12,8 +12,7 @@ import torch
 import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.runtime import gain as gains
-from graphdispatch.runtime.admission import Admission
-from graphdispatch.runtime.budget import CaptureBudget, EagerTimes, Work
+from graphdispatch.runtime.admission import Admission, CaptureBudget, Work
 from graphdispatch.stats import Gain
 
 from ..helpers import Clock, check_rows, double, with_options
@@ -324,7 +323,7 @@ def test_a_prewarm_uses_up_nothing() -> None:
 
 def test_a_batch_takes_what_the_ones_beside_it_take() -> None:
     """By its rows, until three runs of its own have shown more; the shortest run counts."""
-    times = EagerTimes()
+    times = gains.EagerTimes()
     assert times.expected_s(4) is None
     for rows, seconds in ((8, 8.0), (2, 2.0), (8, 9.0)):
         times.note(rows, seconds)
@@ -353,7 +352,7 @@ def losing(monkeypatch: pytest.MonkeyPatch) -> Any:
     step = graphed(double, dynamic={"x": 0}, sizes=(8,), options=CUDAGraphOptions(capture_share=None))
     step.prewarm(torch.ones(8, 3))
     (group,) = step._route.groups
-    step.entries[0].gain, group.gain.times = Gain(3.2, 2.0), EagerTimes()
+    step.entries[0].gain, group.gain.times = Gain(3.2, 2.0), gains.EagerTimes()
     for rows in (1, 8):
         for _ in range(3):
             group.gain.times.note(rows, 0.4 * MS * rows)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, Dim, Graphed, Reason, graphed
-from graphdispatch.api.capturers import capturer_for
+from graphdispatch.api.lifecycle import capturer_for
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.proof.capturer import ProvingCapturer

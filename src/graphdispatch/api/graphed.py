@@ -37,10 +37,9 @@ from ..runtime.rules import ArgumentRules, Dim, callable_name, make_rules
 from ..runtime.server import Server
 from ..sizes import ROWS
 from ..stats import EvictionReason
-from .capturers import capturer_for
 from .checked_call import check_names, checked_call
 from .gradients import Gradients, differentiating
-from .lifecycle import Lifecycle
+from .lifecycle import Lifecycle, capturer_for
 from .progress import Progress, reporter
 
 if TYPE_CHECKING:

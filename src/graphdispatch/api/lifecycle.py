@@ -1,15 +1,21 @@
-"""What the front ends share: releasing their graphs, and their bookkeeping."""
+"""What the front ends share: which capturer makes their graphs, how these are released, and their bookkeeping."""
 
 import logging
 from typing import TYPE_CHECKING
 
+from ..config import CUDAGraphOptions
 from ..copying import MadeAnew
-from ..errors import check_type
+from ..errors import ConfigError, check_type, did_you_mean
+from ..modes import CUDAGraphMode
+from ..proof.capturer import ProvingCapturer
+from ..proof.check.licence import Verification
+from ..record import PlainCapturer
 from ..runtime.cache import GraphCache
 from ..runtime.graph_set import GraphSet, memory_of
 from ..runtime.group import GraphGroup
 from ..runtime.health import Health, details_of
 from ..runtime.memory import MemoryReport
+from ..runtime.protocols import Capturer
 from ..runtime.rules import callable_name
 from ..stats import EvictionReason
 
@@ -139,3 +145,24 @@ class Lifecycle(MadeAnew):
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off; cheap enough to run when idle."""
         self._graph_cache.check_integrity()
+
+
+def capturer_for(options: CUDAGraphOptions, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> Capturer:
+    """The capturer for these options.
+
+    Args:
+        options: The options of the front end.
+        mode: The mode of its graphs.
+
+    Raises:
+        ConfigError: ``options.verify`` names no policy.
+    """
+    named = options.verify
+    if isinstance(named, str) and named not in Verification.policies:
+        known = [str(name) for name in Verification.policies]
+        raise ConfigError(
+            f"options.verify must be True, False or the name of a policy, one of {known}, got {named!r}"
+            f"{did_you_mean(named, known)}; a policy is a subclass of Verification with a name"
+        )
+    is_plain = not (options.verify or options.guard_weights or options.verify_every) and mode is CUDAGraphMode.FULL
+    return PlainCapturer() if is_plain else ProvingCapturer()

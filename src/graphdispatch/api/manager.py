@@ -30,8 +30,7 @@ from ..runtime.rules import ArgumentRules
 from ..runtime.server import Server
 from ..sizes import ROWS
 from ..stats import EvictionReason
-from .capturers import capturer_for
-from .lifecycle import Lifecycle
+from .lifecycle import Lifecycle, capturer_for
 from .named_inputs import (
     Shapes,
     as_arrays,

@@ -18,7 +18,6 @@ from ..errors import ConfigError, check_callable, check_count, check_type, shown
 from ..modes import CUDAGraphMode
 from ..runtime.admission import Admission
 from ..runtime.cache import make_cache
-from ..runtime.collector import paused_collector
 from ..runtime.decide import Memo, SizeTable
 from ..runtime.entry import CUDAGraphEntry
 from ..runtime.group import MOST_ROUTES, Route
@@ -27,9 +26,9 @@ from ..runtime.ranks import Least, Ranks
 from ..runtime.rules import ArgumentRules
 from ..runtime.server import Server
 from ..runtime.signature import Refusal
+from ..runtime.windows import paused_collector
 from ..stats import CUDAGraphStats
-from .capturers import capturer_for
-from .lifecycle import Lifecycle
+from .lifecycle import Lifecycle, capturer_for
 
 
 class CUDAGraphWrapper(Lifecycle):

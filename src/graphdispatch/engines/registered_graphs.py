@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch.utils._pytree import tree_leaves
 
-from ..api.capturers import capturer_for
+from ..api.lifecycle import capturer_for
 from ..backends import Backend, get_backend
 from ..backends.base import Graph
 from ..config import CUDAGraphOptions

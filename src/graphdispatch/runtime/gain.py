@@ -2,6 +2,7 @@
 
 import logging
 import math
+from bisect import bisect, insort
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from typing import Any
@@ -11,12 +12,62 @@ from ..errors import GraphDispatchError, error_of_signal
 from ..showing import milliseconds
 from ..sizes import cells_of
 from ..stats import Gain
-from .budget import ENOUGH, EagerTimes
 from .entry import CUDAGraphEntry
 
 _log = logging.getLogger("graphdispatch")
 _SHORT_MS = 10.0
 """A shorter eager run is timed twice in a prewarm."""
+ENOUGH, _ENOUGH_RUNS = 3, 3
+"""So many replays of a graph, or eager runs of a batch, show what it takes."""
+_MOST_RUNS, _MOST_ROWS = 8, 4096
+
+
+class EagerTimes:
+    """What batches of one signature take eagerly: the shortest run of each number of rows. Noted without a lock."""
+
+    __slots__ = ("_by_rows", "_places")
+
+    def __init__(self) -> None:
+        self._by_rows: dict[int, tuple[float, int]] = {}
+        self._places: list[tuple[int, int]] = []
+        """The cells of each number of rows, with it, in order: there may be thousands."""
+
+    def wants(self, rows: int) -> bool:
+        """Whether a further run of such a batch would show more: the shortest of eight is enough."""
+        own = self._by_rows.get(rows)
+        return len(self._by_rows) < _MOST_ROWS if own is None else own[1] < _MOST_RUNS
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Note an eager run."""
+        least, number = self._by_rows.get(rows, (seconds, 0))
+        self._by_rows[rows] = min(least, seconds), number + 1
+        if not number:
+            insort(self._places, (cells_of(rows), rows))
+
+    def expected_s(self, rows: int) -> float | None:
+        """What a batch takes: its own runs if there are three; else what lies between the next smaller and the next
+        larger batch, by their cells; the next one, where there is no other; None if nothing has run yet."""
+        return self._by_rows[rows][0] if self.is_sure(rows) else self.between(cells_of(rows))
+
+    def is_sure(self, rows: int) -> bool:
+        """Whether enough runs show what such a batch takes."""
+        return rows in self._by_rows and self._by_rows[rows][1] >= _ENOUGH_RUNS
+
+    def least_cells(self) -> float:
+        """The cells of the smallest batch that was timed; infinite if there is none."""
+        return self._places[0][0] if self._places else math.inf
+
+    def between(self, cells: int) -> float | None:
+        """What a batch of so many cells takes, by the batches next to it."""
+        last = len(self._places) - 1
+        if last < 0:
+            return None
+        place = bisect(self._places, (cells, 0))
+        (low, below), (high, above) = self._places[max(place - 1, 0)], self._places[min(place, last)]
+        low_s, high_s = self._by_rows[below][0], self._by_rows[above][0]
+        if not low < cells < high:
+            return low_s if cells <= low else high_s
+        return low_s + (high_s - low_s) * (cells - low) / (high - low)
 
 
 class GainJudge:

@@ -14,9 +14,8 @@ from ..errors import BackendError, ConfigError, GraphDispatchError, error_of_sig
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..stats import EvictionReason
-from .admission import Quarantine
+from .admission import CaptureBudget, Quarantine
 from .batches import varied
-from .budget import CaptureBudget
 from .cache import GraphCache, Victim
 from .entry import CUDAGraphEntry
 from .flatten import CallSpec, FlatCall

@@ -12,8 +12,7 @@ from ..backends.base import Backend
 from ..descriptors import BatchDescriptor
 from ..reasons import Reason
 from ..sizes import Extents
-from .admission import Failure, Quarantine
-from .budget import Work
+from .admission import Failure, Quarantine, Work
 from .decide import Decision, SizeTable, descriptor_of
 from .entry import CUDAGraphEntry
 from .flatten import FlatCall

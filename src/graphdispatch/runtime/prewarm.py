@@ -18,7 +18,6 @@ from ..showing import html_table, shortened, without_numbers
 from ..sizes import lengths_of, pack
 from .batches import largest_within, resized, varied
 from .cache import GraphCache
-from .collector import paused_collector
 from .decide import Decision, SizeTable
 from .entry import CUDAGraphEntry
 from .graph_set import GraphSet, memory_of
@@ -27,6 +26,7 @@ from .request import CaptureResult
 from .rules import callable_name
 from .server import Server
 from .signature import Refusal
+from .windows import paused_collector
 
 _log = logging.getLogger("graphdispatch")
 

@@ -37,8 +37,8 @@ from ..errors import FallbackError, ReplayError
 from ..modes import EntryState
 from ..native.bound import in_core
 from ..reasons import Reason
+from .admission import Work
 from .attributes import holds_more, wants_gradient
-from .budget import Work
 from .cache import GraphCache
 from .choice import Choice, choose
 from .decide import Decision, SizeTable

@@ -39,11 +39,10 @@ from ...backends.tracing import profiler_range
 from ...errors import CaptureError, VerificationError, error_of_signal
 from ...modes import CUDAGraphMode, EntryState
 from ...reasons import Reason
-from ...runtime.collector import paused_collector
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.request import CaptureRequest, CaptureResult
 from ...runtime.rules import graph_name
-from ...runtime.windows import WINDOWS
+from ...runtime.windows import WINDOWS, paused_collector
 from ..state.guards import StateGuard
 from ..watch.effects import EffectRecorder, Region
 from ..watch.operator_trace import OperatorTrace
