@@ -188,56 +188,32 @@ def load(path: Path) -> ModuleType:
 def find_fault(module: ModuleType) -> str:
     """What the tape of this extension does otherwise than Python; empty if nothing. Draws no random numbers."""
     called: list[str] = []
+    aten, tape = torch.ops.aten, module.Tape(_nothing, _nothing)
     with torch.inference_mode(False), torch.no_grad():
-        steps, got = _program()
-        tape = module.Tape(_nothing, _nothing)
-        for func, args, kwargs, outs in steps:
-            if not tape.add(_nothing, func._schema.name, func._schema.overload_name, args, kwargs, outs):
+        x = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+        total, wide, double = (
+            torch.zeros_like(x),
+            torch.zeros_like(x).repeat(1, 2),
+            torch.zeros(2, 6, dtype=torch.double),
+        )
+        steps: list[_Step] = [
+            (aten.add.out, (x, x), {"alpha": 3, "out": total}, None),
+            (aten.cat.out, ([x, total], 1), {"out": wide}, None),
+            (aten._to_copy.default, (wide,), {"dtype": torch.float64}, (double,)),
+        ]
+        for func, *operands in steps:
+            if not tape.add(_nothing, func._schema.name, func._schema.overload_name, *operands):
                 return f"it does not take {func}"
         tape.add_call(partial(called.append, "called"))
         for _ in range(2):
             tape.replay()
-        steps, want = _program()
-        for _ in range(2):
-            _run(steps)
-        for index, (a, b) in enumerate(zip(got, want, strict=True)):
-            if not torch.equal(a, b):
-                return f"tensor {index} differs"
         if called != ["called"] * 2:
             return "a Python call did not run"
-        return ""
+        return "" if torch.equal(double, torch.cat([x, 4 * x], 1).double()) else "it computes other numbers"
 
 
 def _nothing(*_: Any) -> None:
     """What the tape calls where it leaves something to Python."""
-
-
-def _program() -> tuple[list[_Step], list[torch.Tensor]]:
-    """Operators over new tensors, and the tensors that they write."""
-    zeros = partial(torch.zeros, dtype=torch.float32)  # whatever torch's default is
-    aten, x, index = torch.ops.aten, torch.arange(6, dtype=torch.float32).reshape(2, 3), torch.tensor([1, 0])
-    product, total, wide, sums, most = zeros(2, 3), zeros(2, 3), zeros(2, 6), zeros(2, 1), zeros(2)
-    double, where = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
-    rows = torch.ones(2, 3, dtype=torch.float32)
-    steps: list[_Step] = [
-        (aten.mul.out, (x, 2.5), {"out": product}, None),
-        (aten.add.out, (product, rows), {"alpha": 3, "out": total}, None),
-        (aten.cat.out, ([product, total], 1), {"out": wide}, None),
-        (aten.index_put_.default, (rows, [index, None], product), {}, None),
-        (aten.sum.IntList_out, (wide, [1], True), {"dtype": torch.float32, "out": sums}, None),
-        (aten._to_copy.default, (total,), {"dtype": torch.float64}, (double,)),
-        (aten.max.dim, (total, 1), {}, (most, where)),
-        (aten.add_.Tensor, (rows, 1), {}, None),
-    ]
-    return steps, [product, total, wide, double, most, where, sums, rows]
-
-
-def _run(steps: list[_Step]) -> None:
-    for func, args, kwargs, outs in steps:
-        result = func(*args, **kwargs)
-        if outs is not None:
-            for out, value in zip(outs, result if isinstance(result, tuple) else (result,), strict=True):
-                out.copy_(value)
 
 
 TAPE = TapeExtension()
