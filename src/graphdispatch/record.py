@@ -63,8 +63,8 @@ class Reached(Guard):
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        home = next((one for one in (fn, getattr(fn, "__self__", None)) if isinstance(one, nn.Module)), None)
-        self._home = home
+        home = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+        self._home = home if isinstance(home, nn.Module) else None
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -121,8 +121,8 @@ class _Recording:
     def __init__(self, request: CaptureRequest) -> None:
         self._request = request
         self._started = request.clock()
-        kept = [value for value in request.values_with([None] * len(request.inputs.specs)) if is_tensor(value)]
-        self._existing = {storage_key(value) for value in (*request.tensors, *kept)}
+        self._kept = request.values_with([None] * len(request.inputs.specs))
+        self._existing = set(map(storage_key, (*request.tensors, *filter(is_tensor, self._kept))))
         self._answer: Any = None
         self._mutated: tuple[int, ...] = ()
         self._versions: list[int] = []
@@ -185,7 +185,7 @@ class _Recording:
             knows_effects=False,
             signature=request.signature,
             call=request.call,
-            example=request.values_with([None] * len(request.inputs.specs)),
+            example=self._kept,
             capture_time_ms=(request.clock() - self._started) * 1e3,
         )
 

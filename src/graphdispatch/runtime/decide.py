@@ -1,7 +1,6 @@
 """What to do with a batch, and why: the decision, and the table of capture sizes that makes it."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..descriptors import BatchDescriptor
@@ -103,9 +102,9 @@ class SizeTable:
         self.axes = tuple(axes)
         self._has_axes = self.axes != (ROWS,)
         numbers = [pack(self.axes, size) for size in sizes] if self._has_axes else list(sizes)
-        self._by_cells = sorted(numbers, key=lambda size: (prod(self._lengths(size)), self._lengths(size)))
         self.sizes = tuple(sorted(numbers))
         """The numbers of the capture sizes, increasing."""
+        self._by_cells = sorted(self.sizes, key=cells_of) if self._has_axes else self.sizes
         self.mode = mode
         self.fixed = Decision(mode, BatchDescriptor(1), 1, Reason.EXACT, 1)
         """The decision for calls without a batch dimension."""

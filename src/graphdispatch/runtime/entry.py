@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ class CUDAGraphEntry(NotCopied):
     stats: CUDAGraphStats | None = None
     """Where direct replays of the entry count; its front end counts its own calls."""
     _plans: dict[int, ReplayPlan] = field(default_factory=dict)
-    _stopwatch: Stopwatch = field(default_factory=lambda: Stopwatch(1))
+    _stopwatch: Stopwatch = field(default_factory=partial(Stopwatch, 1))
     times: int = 0
     """Of so many calls the time is known."""
     _total_ms: float = 0.0

@@ -149,29 +149,31 @@ class CallSpec:
     def __init__(self, fn: Callable[..., Any], positional: int, keywords: Sequence[str]) -> None:
         self.positional, self.keywords = positional, tuple(keywords)
         self.key = (positional, *keywords)
-        parameters = _parameters(fn) or []
-        given = [*_positional_names(parameters, positional, keywords), *keywords]
-        rank = {parameter.name: i for i, parameter in enumerate(parameters)}
-        order = sorted(
-            range(len(given)),
-            key=lambda i: (rank.get(given[i], len(rank) + (i >= positional)), given[i] if i >= positional else ""),
-        )
-        self.names = tuple(given[i] for i in order)
+        given: list[str] = []
+        rank: dict[str, int] = {}
+        rest = "arg"
+        for parameter in _parameters(fn) or ():
+            name, kind = parameter.name, parameter.kind
+            rank[name] = len(rank)
+            if kind is parameter.VAR_POSITIONAL:
+                rest = name
+            elif kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) and len(given) < positional:
+                # A name given twice is the callable's own TypeError to raise; here it must not merge two arguments.
+                given.append(name if name not in keywords else f"{name}#{len(given)}")
+        known = len(given)
+        for place in range(known, positional):
+            given.append(f"{rest}[{place - known}]" if rest != "arg" else f"arg{place}")
+        given += keywords
+        places = [(rank.get(name, len(rank)), "", place) for place, name in enumerate(given[:positional])]
+        places += [(rank.get(name, len(rank) + 1), name, place) for place, name in enumerate(keywords, positional)]
+        order = [place for *_, place in sorted(places)]
+        self.names = tuple(map(given.__getitem__, order))
         self.order = None if order == list(range(len(order))) else tuple(order)
 
     def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The call's top-level arguments in the order of ``names``."""
         given = [*args, *kwargs.values()]
         return given if self.order is None else [given[i] for i in self.order]
-
-
-def _positional_names(parameters: list[inspect.Parameter], count: int, keywords: Sequence[str]) -> list[str]:
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-    # A name given twice is the callable's own TypeError to raise; here it only must not merge two arguments.
-    names = [name if name not in keywords else f"{name}#{i}" for i, name in enumerate(names)]
-    further = range(count - len(names))
-    return names + [f"{rest}[{i}]" if rest is not None else f"arg{len(names) + i}" for i in further]
 
 
 class Leaf(NamedTuple):
@@ -225,10 +227,9 @@ class FlatCall:
             self._specs.append(tree)
             self.leaves += [Leaf(name + path, name.partition("[")[0]) for path in paths]
         self._structures = tuple(map(_structure_of, self._specs))
-        self.is_flat = all(spec.is_leaf() for spec in self._specs)
+        self.is_flat = not any(self._structures)
         """Whether a call's arguments are its leaves, so that a hit need not flatten them."""
-        inverse = spec.order if spec.order is not None else range(len(values))
-        self._places = [place for _, place in sorted(zip(inverse, range(len(values)), strict=True))]
+        self._places = sorted(range(len(values)), key=spec.order.__getitem__ if spec.order is not None else None)
 
     def flatten(self, values: Sequence[Any]) -> list[Any] | None:
         """The leaves of a call, or None if its structure is another one."""
@@ -245,7 +246,7 @@ class FlatCall:
         """Call the callable with these leaves: with the caller's own dicts and lists where they are ``Leaves``, which
         it may change, and else with new ones."""
         arguments = leaves.arguments if isinstance(leaves, Leaves) else self._unflatten(leaves)
-        given = [arguments[place] for place in self._places]
+        given = list(map(arguments.__getitem__, self._places))
         positional = self.spec.positional
         return self.fn(*given[:positional], **dict(zip(self.spec.keywords, given[positional:], strict=True)))
 

@@ -401,7 +401,7 @@ class GraphSet:
         """Release the graphs of one size of a group, which is no eviction; whether there were some. Takes the lock."""
         self.cache.refuse_changes()
         with self.lock:
-            found = group.of_size(size)
+            found = group.entries.get(size, ())
             for entry in found:
                 self.cache.discard(entry)
                 group.drop(entry)

@@ -273,11 +273,6 @@ class GraphGroup:
         return not len(self.failures) and all(entry.is_released for entry in self.all_entries)
 
     @property
-    def is_new(self) -> bool:
-        """Whether there was but one call so far."""
-        return not self.entries and self.misses.total() == 1
-
-    @property
     def last_used(self) -> int:
         """When the latest call came, with or without a graph, in uses."""
         return max((self.missed_at, *(entry.last_used for entry in self.all_entries)))
@@ -286,10 +281,6 @@ class GraphGroup:
     def all_entries(self) -> list[CUDAGraphEntry]:
         """The entries of all sizes and states."""
         return [entry for entries in list(self.entries.values()) for entry in entries]
-
-    def of_size(self, size: int) -> tuple[CUDAGraphEntry, ...]:
-        """The entries of one size, of all states: the latest used first."""
-        return self.entries.get(size, ())
 
     @property
     def num_replays(self) -> int:
@@ -318,7 +309,7 @@ class GraphGroup:
         if rows < 0 or self.backend.is_watched():
             return None
         decision = self.decide(rows)
-        entries = self.of_size(decision.size) if decision.mode.has_graphs() else ()
+        entries = self.entries.get(decision.size, ()) if decision.mode.has_graphs() else ()
         if not entries or not entries[0].licence.may_hit(entries[0], decision.rows):
             return None
         entry = entries[0]
@@ -402,14 +393,14 @@ class GraphGroup:
     def current(self, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` whose state is the present one, if there is one. Changes nothing."""
         is_foreign = self.route.entry is not None  # whose state ``choose`` compares
-        for entry in self.of_size(size):
+        for entry in self.entries.get(size, ()):
             if not entry.is_released and (is_foreign or entry.is_current()):
                 return entry
         return None
 
     def has_only_other_states(self, size: int) -> bool:
         """Whether there are graphs of ``size``, and all of them are of another state of the callable."""
-        return bool(self.of_size(size)) and self.current(size) is None
+        return bool(self.entries.get(size, ())) and self.current(size) is None
 
     def use(self, entry: CUDAGraphEntry, matched: int) -> None:
         """Serve by ``entry`` first from now on, since the present state is that of its capture.
@@ -432,10 +423,10 @@ class GraphGroup:
         self.failures.pop(entry.size, None)
         self.hits.clear()
         self.looks.clear()
-        return self.of_size(entry.size)[_MOST_STATES:]
+        return self.entries.get(entry.size, ())[_MOST_STATES:]
 
     def _put_first(self, entry: CUDAGraphEntry) -> None:
-        kept = self.of_size(entry.size)
+        kept = self.entries.get(entry.size, ())
         if kept[:1] != (entry,):
             self.entries[entry.size] = (entry, *(other for other in kept if other is not entry))
             self.hits.clear()
@@ -443,7 +434,7 @@ class GraphGroup:
     def drop(self, entry: CUDAGraphEntry) -> None:
         """Forget an entry, if it is one of the group's."""
         size = entry.size
-        if entry in self.of_size(size):
+        if entry in self.entries.get(size, ()):
             self.past_replays += entry.replay_count
             kept = tuple(other for other in self.entries.pop(size) if other is not entry)
             if kept:

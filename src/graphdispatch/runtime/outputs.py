@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..backends.base import Pool
 from ..backends.operators import storage_key
@@ -88,7 +88,7 @@ class OutputRule:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if is_tensor(leaf)]
+    return list(filter(is_tensor, tree_leaves(tree)))
 
 
 class Objects(Protocol):
@@ -131,7 +131,7 @@ class Outputs:
         self._is_own = tuple(is_own)
         self.is_new = tuple(is_new) if any(is_new) else ()
         self._firsts = tuple(firsts) if len(set(firsts)) < len(firsts) else ()
-        self._given = tuple(given) if any(position is not None for position in given) else ()
+        self._given = tuple(given) if {*given} - {None} else ()
         self._mode = mode
         self._pool = pool
         self._build = _builder(tree, objects)

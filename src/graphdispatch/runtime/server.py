@@ -221,7 +221,9 @@ class Server:
         is_eager = not decision.mode.has_graphs() and not self.strict
         if group is None and decision.reason in _OF_ONE_CALL:
             return
-        if is_eager and (group is None or (group.is_new and decision.reason in _NEW)):
+        if is_eager and (
+            group is None or (decision.reason in _NEW and not group.entries and group.misses.total() == 1)
+        ):
             if len(route.unmatched) >= _MOST_FORMS:
                 route.unmatched.clear()
             stays = route.unmatched.setdefault((len(args), *kwargs), StayEager(decision))

@@ -6,6 +6,7 @@ then only compared with later calls.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -172,7 +173,7 @@ class Signature:
         self._addresses: list[tuple[int, int]] = []
         self._constants: list[tuple[int, type[Any], Any, Any]] = []
         self._objects: list[tuple[int, Any]] = []
-        self._names = [leaf.path for leaf in leaves]
+        self._leaves = leaves
         self.native: Any = None
         """What matches a call in the core; None where Python does."""
         for position, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
@@ -187,20 +188,21 @@ class Signature:
         """Whether any argument has a batch dimension."""
         self._known = pack(self.axes, [0 if axis in found else 1 for axis in self.axes])
         """What stands in the number of each call: a dimension that none of its arguments has is as short as can be."""
-        in_core = (*(one[1] in IN_CORE for one in self._constants), *(one.in_core for one in PROPERTIES))
-        if CORE is not None and all(in_core):
+        in_core = CORE is not None and all(map(attrgetter("in_core"), PROPERTIES))
+        if in_core and all(one[1] in IN_CORE for one in self._constants):
             self.native = self._native(values)
 
     def _add_tensor(self, position: int, leaf: Leaf, tensor: torch.Tensor, rules: ArgumentRules) -> None:
         spans = dict(rules.axes_of(leaf, tensor))
-        shape = tuple(0 if d in spans else extent for d, extent in enumerate(tensor.shape))
+        shape, pads, is_given = list(tensor.shape), [], False
+        for dim, axis in spans.items():
+            shape[dim], given = 0, rules.pad_of(leaf, axis)
+            pads.append(given or Pad.zero())
+            is_given |= given is not None and not given.is_left
         order, dense = _memory_order(tensor)
-        given = [rules.pad_of(leaf, axis) for axis in spans.values()]
-        pads = tuple(pad or Pad.zero() for pad in given)
-        is_given = any(pad is not None and not pad.is_left for pad in given)
-        about = leaf.path, position, shape, order, tensor.dtype, tensor.device
-        look = tuple(one.read(tensor) for one in PROPERTIES)
-        spec = InputSpec(*about, tuple(spans.items()), pads, dense, is_given, look)
+        about = leaf.path, position, tuple(shape), order, tensor.dtype, tensor.device
+        look = tuple([one.read(tensor) for one in PROPERTIES])
+        spec = InputSpec(*about, tuple(spans.items()), tuple(pads), dense, is_given, look)
         self._checks.append(_TensorCheck(spec, position, type(tensor), {}, tensor.is_contiguous()))
         if not rules.is_static(leaf):
             self.inputs.append(spec)
@@ -276,7 +278,7 @@ class Signature:
         for position, kind, exact, value in self._constants:
             given = values[position]
             if type(given) in CONSTANTS and exactly(given) != (kind, exact):
-                found = found or f"argument {self._names[position]!r} was {shown(value)}, and is {shown(given)}"
+                found = found or f"argument {self._leaves[position].path!r} was {shown(value)}, and is {shown(given)}"
                 like_these[position] = value
         return found if self.match(like_these) != NO_MATCH else ""
 
@@ -306,7 +308,7 @@ class Signature:
                 return f"input {form.name!r} must be {layout} in memory"
         for position, kind, exact, value in self._constants:
             if exactly(values[position]) != (kind, exact):
-                return f"argument {self._names[position]!r} must be {shown(value)}, got {shown(values[position])}"
+                return f"argument {self._leaves[position].path!r} must be {shown(value)}, got {shown(values[position])}"
         if (now := _autocast_dtype(self._device_type)) is not self._autocast:
             return f"autocast must be {self._autocast or 'off'}, got {now or 'off'}"
         if self.match_in_any_mode(values) != NO_MATCH:
@@ -330,7 +332,7 @@ class ForeignSignature(Signature):
         self.has_rows = False
         self.native = None
         self._inference = False
-        self._constants, self._names = [], []
+        self._constants, self._leaves = [], []
         self._autocast, self._device_type = None, "cpu"
 
     def match(self, values: Sequence[Any]) -> int:
@@ -374,7 +376,7 @@ def refusal(
     for leaf, value in zip(leaves, values, strict=True):
         if not _is_plain(value) and is_cache(value) and (advice := advice_for([value])):
             return Refusal(Reason.STATE_REBOUND, f"argument {leaf.path!r}: {advice}")
-        if has_odd([leaf], [value], rules):
+        if _is_odd(leaf, value, rules):
             return Refusal(
                 Reason.UNGUARDED_ARGUMENT,
                 f"argument {leaf.path!r} is {describe(value)}, whose change cannot be seen; "
@@ -389,16 +391,14 @@ def device_of(
     """The device of a call's tensors; None without any. A call of constants alone, none of them with a batch dimension,
     may read and write what the callable holds: then it is the device of ``held()``."""
     tensors: list[torch.Tensor] = list(filter(is_tensor, values))
-    if not tensors and not rules.dynamic and not has_odd(leaves, values, rules):
+    if not tensors and not rules.dynamic and not any(map(_is_odd, leaves, values, repeat(rules))):
         tensors = sorted(held(), key=lambda tensor: tensor.device.type == "cpu")
     return tensors[0].device if tensors else None
 
 
-def has_odd(leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules) -> bool:
-    """Whether there is an argument whose change cannot be seen: no tensor, no constant, no cache, and not declared
-    static."""
-    pairs = zip(leaves, values, strict=True)
-    return any(not (_is_plain(value) or rules.is_static(leaf) or is_cache(value)) for leaf, value in pairs)
+def _is_odd(leaf: Leaf, value: Any, rules: ArgumentRules) -> bool:
+    """Whether the change of an argument cannot be seen: no tensor, no constant, no cache, and not declared static."""
+    return not (_is_plain(value) or rules.is_static(leaf) or is_cache(value))
 
 
 def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:
