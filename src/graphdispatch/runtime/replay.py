@@ -59,8 +59,9 @@ class ReplayPlan:
         self.native: Any = None
         """The same replay in the core, which calls Python for every unusual case; None where there is no core."""
         if CORE is not None:
-            flags = is_inline, is_done_by_core(entry.backend.is_capturing)
-            about = self._size, self.counts, inputs, self._watched, *flags
+            reads_watch = is_done_by_core(entry.backend.is_capturing)
+            facts = entry.uses_rng, bool(entry.mutated), entry.written is not None, entry.default_device is not None
+            about = self._size, self.counts, inputs, self._watched, is_inline, reads_watch, *facts
             self.native = CORE.Plan(self, entry, rows, *about, *entry.outputs.parts(rows))
 
     def clash(self, values: Sequence[Any]) -> str | None:

@@ -8,9 +8,9 @@ namespace gd {
 // Names of attributes and methods that the core reads or calls.
 // clang-format off
 #define GD_NAMES(NAME) \
-  NAME(acquire) NAME(release) NAME(state) NAME(graph) NAME(replay) NAME(mutated) NAME(written) NAME(uses_rng) \
-  NAME(replay_count) NAME(verify_at) NAME(last_used) NAME(writes_outside) \
-  NAME(default_device) NAME(fits_modes) NAME(holds) NAME(clash) NAME(run_in_python) \
+  NAME(acquire) NAME(release) NAME(state) NAME(graph) NAME(replay) NAME(written) \
+  NAME(replay_count) NAME(verify_at) NAME(last_used) \
+  NAME(fits_modes) NAME(holds) NAME(clash) NAME(run_in_python) \
   NAME(failed) NAME(copy_back) NAME(replaying_on) NAME(order_after_last_use) NAME(is_capturing) NAME(depth) \
   NAME(layout_for) NAME(load) NAME(pad) NAME(_clean_from) NAME(copy_) NAME(clone) NAME(hits) NAME(real_rows) \
   NAME(_rows_of_hits) NAME(open) NAME(forms) NAME(order) NAME(call) \

@@ -22,9 +22,8 @@ namespace {
 
 // What the core reads of an entry, of plans and of statistics.
 struct {
-  Slot state{names.state}, graph{names.graph}, mutated{names.mutated}, written{names.written};
-  Slot uses_rng{names.uses_rng}, replay_count{names.replay_count}, last_used{names.last_used};
-  Slot verify_at{names.verify_at}, default_device{names.default_device}, writes_outside{names.writes_outside};
+  Slot state{names.state}, graph{names.graph}, written{names.written};
+  Slot replay_count{names.replay_count}, last_used{names.last_used}, verify_at{names.verify_at};
 } of_entry;
 struct {
   std::vector<Slot> counted_by_hits;  // in the order of their names among the facts
@@ -239,10 +238,8 @@ void fail(PlanObject* self, Values& values, const char* stage) {
 bool is_unusual(PlanObject* self) {
   const Ref state = of_entry.state.of(self->entry);
   if (!state || state.get() == facts.evicted || state.get() == facts.failed_state) return true;
-  if (replaying_on_of.of(self->pool).get() != Py_None || truth(of_entry.uses_rng.of(self->entry))) return true;
-  if (shim.profiler()) return true;
-  if (of_entry.written.of(self->entry).get() == Py_None) return false;
-  return truth(attribute(facts.windows, names.open)) != 0;
+  if (replaying_on_of.of(self->pool).get() != Py_None || self->uses_rng || shim.profiler()) return true;
+  return self->has_written && truth(attribute(facts.windows, names.open)) != 0;
 }
 
 PyObject* run_by_python(PlanObject* self, Values& values, PyObject* stats) {
@@ -274,7 +271,7 @@ PyObject* replay_all(PlanObject* self, Values& values, PyObject* stats, PyObject
     return nullptr;
   }
   if (!count_hit(self, stats)) return nullptr;
-  if (truth(of_entry.mutated.of(self->entry))) {
+  if (self->is_mutated) {
     PyObject* list = values.list();
     PyObject* args[] = {self->entry, list, self->rows_object};
     if (!list || !Ref(PyObject_VectorcallMethod(names.copy_back, args, 3, nullptr))) return nullptr;
@@ -339,11 +336,10 @@ bool find_range(PlanObject* self, Py_ssize_t position, PyObject* tensor, Address
 
 // Whether the arguments share no memory with what the graph writes, as far as a look at addresses tells.
 bool shares_nothing(PlanObject* self, const Values& values) {
-  if (truth(of_entry.mutated.of(self->entry))) return false;
-  const Ref written = of_entry.written.of(self->entry);
-  if (!written || written.get() == Py_None) return static_cast<bool>(written);
-  const Ref low = attribute(written.get(), names.low), high = attribute(written.get(), names.high);
-  if (!low || !high) {
+  if (self->is_mutated) return false;
+  const Ref written = of_entry.written.of(self->entry), low = written ? attribute(written.get(), names.low) : Ref();
+  const Ref high = low ? attribute(written.get(), names.high) : Ref();
+  if (!high) {
     PyErr_Clear();
     return false;
   }
@@ -434,11 +430,11 @@ int may_run(PlanObject* self, Values& values, PyObject* per_call) {
   }
   const int watched = is_watched(self);
   if (watched) return watched < 0 ? -1 : 0;
-  if (of_entry.default_device.of(entry).get() != Py_None || may_be_in_mode()) {
+  if (self->has_device || may_be_in_mode()) {
     const int fits = truth(Ref(call(entry, names.fits_modes)));
     if (fits != 1) return fits;
   }
-  if (truth(of_entry.writes_outside.of(entry)) && !shares_nothing(self, values)) {
+  if ((self->is_mutated || self->has_written) && !shares_nothing(self, values)) {
     PyObject* list = values.list();
     const Ref clash(list ? PyObject_CallMethodOneArg(self->plan, names.clash, list) : nullptr);
     if (!clash || clash.get() != Py_None) return clash ? 0 : -1;

@@ -54,6 +54,7 @@ struct PlanObject {
   Local of_watch, of_server;  // what that thread-local holds, and the server's with its latest decision
   bool reads_watch;           // whether it says, too, whether the thread is recorded; else the backend is called
   bool is_inline;             // whether replays run at once, so that none has to be ordered after another
+  bool uses_rng, is_mutated, has_written, has_device;  // of the entry, which never changes them
   PyObject* targets;       // for each dtype a list of tensors and their places; null until the first run, and where Python loads
   PyObject* parts;         // the outputs as they lie in the graph's memory, where callers get clones; else null
   PyObject* is_own;        // of each, whether it is the graph's memory; a caller gets another one as it is

@@ -31,9 +31,9 @@ bool read_entry(PlanObject* self) {
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *plan, *entry, *counts, *inputs, *watched, *parts = nullptr, *is_own = nullptr;
   long long rows, size;
-  int is_inline, reads_watch, is_tuple = 0;
-  if (!PyArg_ParseTuple(args, "OOLLOOO!pp|O!O!p", &plan, &entry, &rows, &size, &counts, &inputs, &PyTuple_Type,
-                        &watched, &is_inline, &reads_watch, &PyTuple_Type, &parts, &PyTuple_Type, &is_own, &is_tuple)) {
+  int is_inline, reads_watch, uses_rng, is_mutated, has_written, has_device, is_tuple = 0;
+  if (!PyArg_ParseTuple(args, "OOLLOOO!pppppp|O!O!p", &plan, &entry, &rows, &size, &counts, &inputs, &PyTuple_Type,
+                        &watched, &is_inline, &reads_watch, &uses_rng, &is_mutated, &has_written, &has_device, &PyTuple_Type, &parts, &PyTuple_Type, &is_own, &is_tuple)) {
     return nullptr;
   }
   if (parts && (!is_own || PyTuple_GET_SIZE(parts) != PyTuple_GET_SIZE(is_own) || !PyTuple_GET_SIZE(parts))) {
@@ -54,6 +54,8 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->is_tuple = is_tuple;
   self->is_inline = is_inline;
   self->reads_watch = reads_watch;
+  self->uses_rng = uses_rng, self->is_mutated = is_mutated;
+  self->has_written = has_written, self->has_device = has_device;
   self->rows = rows;
   self->size = size;
   self->rows_object = PyLong_FromLongLong(rows);
