@@ -135,6 +135,38 @@ def test_sequence_mixed_by_integer() -> None:
     assert not torch.allclose(step(x, task), fn(x, task))
 
 
+TABLE = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+OF_IDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mean": lambda ids, mask: TABLE[ids].mean(1),
+    "last": lambda ids, mask: TABLE[ids][:, -1],
+    "masked": lambda ids, mask: (TABLE[ids] * mask[..., None]).sum(1),
+}
+
+
+@pytest.mark.parametrize("pad", [{}, {"ids": 3}], ids=["zeros", "threes"])
+@pytest.mark.parametrize("name", OF_IDS)
+def test_sequence_of_padding(name: str, pad: dict[str, int]) -> None:
+    """Ids that are all what padding is show nothing, so that a padded sequence is compared until some have others."""
+    ids, ones = torch.full((4, 8), pad.get("ids", 0)), torch.ones(4, 8)
+    step = make(OF_IDS[name], dynamic={"ids": DIMS, "mask": {0: "batch", 1: "seq"}}, sizes=[4], pad=pad)
+    step.prewarm(ids, ones)
+    check_calls(step, *((ids[:, :length].clone(), ones[:, :length].clone()) for length in (5, 3, 7)), **NEAR)
+    assert reason(step, ids[:, :5].clone(), ones[:, :5].clone()) is Reason.VERIFIED_NOW
+    shapes = [(4, length) for length in (8, 5, 3, 7, 1, 8, 5)]
+    check_calls(step, *((torch.randint(0, 5, shape), torch.ones(shape)) for shape in shapes), **NEAR)
+    wanted = Reason.PADDED if name == "masked" else Reason.ROWS_MIX
+    assert reason(step, ids[:, :5].clone(), ones[:, :5].clone()) is wanted
+
+
+def test_sequence_that_begins_as_padding() -> None:
+    """The first element of each sequence may be what padding is: an example is looked at as a whole."""
+    ids = torch.arange(32).view(4, 8) % 5
+    ids[:, :2] = 0
+    step = make(lambda ids: TABLE[ids].mean(1), dynamic={"ids": DIMS}, sizes=[4])
+    step.prewarm(ids)
+    assert reason(step, ids[:, 1:6].clone()) is Reason.ROWS_MIX
+
+
 @FIRST
 @pytest.mark.parametrize("fn", LENGTHS.values(), ids=LENGTHS)
 def test_length_in_python(fn: Callable[[torch.Tensor], torch.Tensor], first: tuple[int, int]) -> None:

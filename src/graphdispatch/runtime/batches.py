@@ -30,8 +30,11 @@ def varied(inputs: StaticInputs, leaves: Sequence[Any], rows: int, number: int =
     Each ``number`` makes another one.
 
     Each number is up to a quarter larger or smaller, so that zeros and what is not finite stay; but a tensor of
-    zeros alone gets other numbers.
+    zeros alone gets other numbers. A mask of a sequence of integers, zeros and ones for its elements, stays one.
     """
+    along = [spec for spec in inputs.specs if any(axis is not inputs.axes[0] for _, axis in spec.spans)]
+    has_integers = any(spec.is_integer for spec in along)
+    may_be_masks = [spec for spec in along if has_integers and len(spec.spans) == len(spec.shape)]
     generator = torch.Generator().manual_seed(rows + number)
     batch = resized(inputs, leaves, rows, shift=1 + number)
     for spec in inputs.specs:
@@ -39,7 +42,11 @@ def varied(inputs: StaticInputs, leaves: Sequence[Any], rows: int, number: int =
             factor = 0.75 + torch.rand(spec.sized(rows), generator=generator, device="cpu") / 2
             value = batch[spec.position] if spec.spans else spec.like(batch[spec.position].clone())
             factor = factor.to(spec.device, spec.dtype)
-            batch[spec.position] = value.mul_(factor) if bool(value.any()) else value.copy_(factor - 1)
+            if not bool(value.any()):
+                value.copy_(factor - 1)
+            elif spec not in may_be_masks or not holds_flags(value):
+                value.mul_(factor)
+            batch[spec.position] = value
     return batch
 
 

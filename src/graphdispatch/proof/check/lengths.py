@@ -17,7 +17,8 @@ Note [what real elements hide]
     hides something in each row hides that padding is hidden, too. So eager runs real elements of other kinds, without
     padding, and a replay must give the same. A gate that is shut hides whatever lies behind it. So arguments without
     the axis, flags and floating-point numbers, are opened, too, as is one that holds nothing but zeros. Integers are
-    not: another one may name no place. That is a limit.
+    not: another one may name no place. That is a limit. But where all along the axis is what padding is, but for masks,
+    the replays show nothing, and the next padded batch is compared, too.
 
 Note [what a length hides]
     Elements that meet in blocks, or as far ahead as a window reaches, meet padding at some lengths alone. So padding
@@ -79,6 +80,21 @@ class PaddingReplays:
         names = " and ".join(repr(axis.name) for axis in self._along)
         remedy = "a mask that is padded with zeros must hide it, in a mean, too; else have a size for each length"
         return f"real rows depend on padding along {names}: with {found}; {remedy}"
+
+    @property
+    def tell(self) -> bool:
+        """Whether anything along the axes, but for masks, is not what padding is: see Note [what real elements hide].
+        Reads values back to the host."""
+        along = [i for i, spec in enumerate(self._specs) if any(axis in self._along for _, axis in spec.spans)]
+        others = [i for i in along if not (_is_mask(self._arguments[i]) and bool(self._arguments[i].any()))]
+        return any(map(self._differs_from_padding, others or along))
+
+    def _differs_from_padding(self, index: int) -> bool:
+        spec, value = self._specs[index], self._arguments[index]
+        if takes_any_value(spec) and not self._operators.limits_values:
+            return True
+        fill = next(pad.fill for (_, axis), pad in zip(spec.spans, spec.pads, strict=True) if axis in self._along)
+        return bool((value != (value.flatten()[0] if fill is None else fill)).any())
 
     def _choices(self) -> Iterator[tuple[int, ...]]:
         """Which arguments (by index) keep their padding: none, then each mask, then all of them. See Note [what
@@ -268,10 +284,11 @@ def replay_other_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry, proof: 
     for axis in padded:
         if proof.is_open(axis, request.size):
             others = [one for one in _other_lengths(request, axis) if proof.speaks_for(one, request.size)]
-            found = PaddingReplays(attempt, entry, [axis], others).objection()
-            proof.shown_along[axis] = axis.of(request.size)
-            if found:
+            replays = PaddingReplays(attempt, entry, [axis], others)
+            if found := replays.objection():
                 proof.along[axis] = Reason.ROWS_MIX, found
+            if found or replays.tell:
+                proof.shown_along[axis] = axis.of(request.size)
 
 
 def _other_lengths(request: CaptureRequest, axis: Axis) -> set[int]:
