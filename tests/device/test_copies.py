@@ -19,7 +19,7 @@ from ..helpers import HAS_CORE
 
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the source distribution")
 
-from benchmarks.gpu.copies import by_torch, wrong_batches
+from benchmarks.gpu.copies import wrong_batches
 
 pytestmark = pytest.mark.skipif(not HAS_CORE, reason="the core launches it")
 PLAIN = CUDAGraphOptions(verify=False, guard_weights=False, capture_after=1)
@@ -149,16 +149,6 @@ def test_it_is_launched_on_the_callers_stream(launches: list[Launch]) -> None:
     assert len(launches) == 2
 
 
-def test_a_plan_that_torch_loads_goes_on_so(backend: Backend, launches: list[Launch]) -> None:
-    """What is compared with torch's copies is a callable whose first hits came without the kernel."""
-    step = served(lambda x: x * 2)
-    with by_torch(backend):
-        step(batch(4))
-        step(batch(4))
-    step(batch(4))
-    assert launches == []
-
-
 def test_the_graph_puts_its_outputs_where_the_hit_wants_them(launches: list[Launch]) -> None:
     """They are new tensors each time, and as long as the batch."""
     step = served(lambda x: (x * 2, x.sum(1)))
@@ -189,20 +179,6 @@ def test_torch_clones_other_outputs(launches: list[Launch], fn: Callable[..., An
         assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(given, right, strict=True))
     assert step.stats.hits == len(launches) == 2
     assert [launch.outputs for launch in launches] == [{}, {}]
-
-
-def test_the_graph_gives_outputs_whichever_stream_the_call_leaves_current(launches: list[Launch]) -> None:
-    """The last kernel belongs to the recording all the same."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        if torch.accelerator.current_stream().is_capturing():
-            torch.accelerator.set_stream(torch.Stream(DEVICE))
-        return x
-
-    step = served(lambda x: fn(x * 2))
-    for value in (1.0, 2.0, 3.0):
-        assert (step(batch(4, value)).cpu() == 2 * value).all()
-    assert [len(launch.outputs) for launch in launches] == [1, 1]
 
 
 def test_a_replay_that_wants_nothing_leaves_earlier_answers_alone(launches: list[Launch]) -> None:

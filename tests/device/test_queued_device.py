@@ -1,11 +1,12 @@
-"""What ``torch.accelerator.Graph`` captures on the device, and what it refuses, as CUDA does."""
+"""The test device itself: what ``torch.accelerator.Graph`` captures there and what it refuses, as CUDA does; mistakes
+that the library has to prevent; faults that are injected."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from queued_device import DEVICE, delays
+from queued_device import DEVICE, delays, fail_after, held, limit_memory, lose, recover
 
 from ..helpers import in_threads
 
@@ -158,3 +159,137 @@ def test_the_mode_says_whom_a_capture_forbids_to_wait(mode: Any, is_refused: boo
     else:
         captured(fn, capture_error_mode=mode)
     assert len(errors) == is_refused
+
+
+# What goes wrong on an asynchronous device without anyone's care.
+
+
+def test_a_dropped_outputs_block_is_used_by_the_next_capture() -> None:
+    """And a replay of the first graph then overwrites the other's output."""
+    x, stream = x_of(), torch.Stream(DEVICE)
+    one, dropped = captured(lambda: x * 2, stream)
+    address = dropped.data_ptr()
+    del dropped
+    other, out = captured(lambda: x * 7, stream, pool=one.pool())
+    assert out.data_ptr() == address
+    other.replay()
+    assert out.cpu()[0] == 7
+    one.replay()
+    assert out.cpu()[0] == 2
+
+
+def test_a_freed_input_is_read_as_somebody_elses_data() -> None:
+    """The graph holds an address, and owns nothing."""
+    x = x_of(0)
+    graph, out = captured(lambda x=x: x + 1)
+    address = x.data_ptr()
+    del x
+    other = x_of(99)
+    assert other.data_ptr() == address
+    graph.replay()
+    assert out.cpu()[0] == 100
+
+
+def test_a_missing_wait_reads_what_was_there_before() -> None:
+    """With the wait it is right."""
+    side, x = torch.Stream(DEVICE), x_of(1)
+    with held(side):
+        with side:
+            x.fill_(5)
+        early = x.cpu()
+    assert early[0] == 1
+    side.synchronize()
+    with held(side):
+        with side:
+            x.fill_(9)
+        torch.accelerator.current_stream().wait_stream(side)
+        late = x * 1
+    assert late.cpu()[0] == 9
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_memory_that_another_stream_still_reads_is_given_again(is_told: bool) -> None:
+    """Unless ``record_stream`` said so to the allocator."""
+    side, x = torch.Stream(DEVICE), x_of(1)
+    with held(side):
+        with side:
+            seen = x * 1
+        if is_told:
+            x.record_stream(side)
+        address = x.data_ptr()
+        del x
+        other = torch.full((8,), 50.0, device=DEVICE)
+        assert (other.data_ptr() == address) is not is_told
+        torch.accelerator.current_stream().synchronize()
+    side.synchronize()
+    assert seen.cpu()[0] == (1 if is_told else 50)
+
+
+def test_a_read_of_the_host_needs_a_wait() -> None:
+    """A copy to pinned memory is under way when the call is back; one to other memory is done."""
+    side, x, there = torch.Stream(DEVICE), x_of(3), torch.zeros(8, pin_memory=True)
+    with held(side), side:
+        there.copy_(x, non_blocking=True)
+        assert there[0] == 0
+    side.synchronize()
+    assert there[0] == 3
+
+
+# Faults that are injected, and memory that runs out.
+
+
+LOST = "unspecified launch failure"
+MIB = 1 << 20
+
+
+def test_a_failed_allocation_or_launch_fails_once() -> None:
+    """The host learns it at once."""
+    x = x_of()
+    for fault, error in (("allocation", torch.OutOfMemoryError), ("launch", RuntimeError)):
+        fail_after(fault, 0)
+        with pytest.raises(error, match=r"out of memory|invalid configuration"):
+            x + 1
+        assert (x + 1).cpu()[0] == 2
+
+
+def test_a_failed_kernel_loses_the_device() -> None:
+    """The host learns it later, and from then on always, until the device is made whole."""
+    x = x_of()
+    fail_after("kernel", 0)
+    x + 1
+    with pytest.raises(RuntimeError, match=LOST):
+        torch.accelerator.synchronize()
+    for call in (lambda: x + 1, lambda: torch.empty(1, device=DEVICE), torch.accelerator.synchronize, x.cpu):
+        with pytest.raises(RuntimeError, match=LOST):
+            call()
+    recover()
+    assert x.cpu()[0] == 1
+
+
+def test_a_device_that_is_lost_in_a_capture_or_before_a_replay() -> None:
+    """The capture ends with that error, and leaves the stream; a replay has it, too."""
+    x, stream = x_of(), torch.Stream(DEVICE)
+    with pytest.raises(RuntimeError, match=LOST):
+        captured(lose, stream)
+    recover()
+    graph, _ = captured(lambda: x + 1, stream)
+    lose()
+    with pytest.raises(RuntimeError, match=LOST):
+        graph.replay()
+    recover()
+    graph.replay()
+
+
+def test_memory_runs_out_and_the_cache_is_emptied_first() -> None:
+    """What is cached is given back before an allocation fails."""
+    torch.accelerator.empty_cache()
+    limit_memory(torch.accelerator.memory_reserved() + 4 * MIB)
+    x = torch.empty(3 * MIB, dtype=torch.uint8, device=DEVICE)
+    del x
+    with torch.Stream(DEVICE):
+        x = torch.empty(3 * MIB, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(torch.OutOfMemoryError):
+        captured(lambda: torch.empty(3 * MIB, dtype=torch.uint8, device=DEVICE))
+    del x
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(5 * MIB, dtype=torch.uint8, device=DEVICE)
