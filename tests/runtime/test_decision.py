@@ -47,14 +47,6 @@ def test_a_batch_of_two_lengths_goes_to_the_smallest_pair(chosen: set[tuple[int,
         assert (size.lengths, decision.descriptor) == (pair, BatchDescriptor(cells, pair[0], pair[1] == 1))
 
 
-@given(sizes)
-def test_served_rows_are_a_partition(chosen: tuple[int, ...]) -> None:
-    """Every number of rows up to the largest is served by one size."""
-    made = table(chosen)
-    served = [rows for size in chosen for rows in range(made.min_batch_of(size), size + 1)]
-    assert served == list(range(1, made.largest + 1))
-
-
 @pytest.mark.parametrize(("chosen", "rows", "reason"), [((2, 4), 0, Reason.NO_ROWS), ((), 1, Reason.DISABLED)])
 def test_an_eager_decision_has_a_reason(chosen: tuple[int, ...], rows: int, reason: Reason) -> None:
     """A batch that no size holds is eager, without a descriptor."""
@@ -68,57 +60,12 @@ def test_without_padding_only_exact_sizes_are_served() -> None:
     assert [made.decide(rows).reason for rows in (2, 3, 4)] == [Reason.EXACT, Reason.NOT_CAPTURED, Reason.EXACT]
 
 
-EXPLAINED: list[tuple[Decision, str]] = [
-    (table((40,)).decide(37), "FULL graph, 37 -> 40 rows, 7.5 % padding"),
-    (table((1,)).decide(1), "FULL graph, 1 row"),
-    (Decision.eager(Reason.VERIFICATION_FAILED, 1, "output 0 differs"), "eager, 1 row: output 0 differs"),
-    (Decision.eager(Reason.CAPTURE_FAILED, 0, "no luck"), "eager: no luck"),
-    (
-        Decision(FULL, BatchDescriptor(4), 4, Reason.FIRST_SIGHTING, 4),
-        f"FULL graph, 4 rows ({Reason.FIRST_SIGHTING.text})",
-    ),
-]
-
-
-@pytest.mark.parametrize(("decision", "line"), EXPLAINED)
-def test_a_decision_explains_itself(decision: Decision, line: str) -> None:
-    """One line with mode, rows, padding and, where it is not a plain hit, why."""
-    assert decision.explain() == line
-
-
-def test_above_the_largest_size_names_it() -> None:
-    """Whoever reads why a batch was eager learns the limit."""
-    assert "(largest: 4)" in table((2, 4)).decide(5).explain()
-
-
 def test_a_call_without_rows_has_the_decision_of_its_table() -> None:
     """That of the only graph, with the descriptor given for it; else one of one row."""
     four, given = BatchDescriptor(4), BatchDescriptor(9)
     for made, wanted in ((SizeTable.of_one(4, FULL), four), (SizeTable.of_one(4, FULL, given), given)):
         assert made.fixed == Decision(FULL, wanted, 4, Reason.EXACT, 4)
     assert table((2, 4)).fixed == Decision(FULL, BatchDescriptor(1), 1, Reason.EXACT, 1)
-
-
-AXES = axes_of(("rows", "tokens"))
-PAIRS = SizeTable([(4, 16), (4, 8), (2, 8)], FULL, axes=AXES)
-
-
-def test_sizes_are_named_as_they_were_given() -> None:
-    """By rows, or by lengths; all of them where none is named."""
-    assert table((2, 4)).checked(None) == (2, 4)
-    assert table((2, 4)).checked([4]) == (4,)
-    assert PAIRS.points == ((2, 8), (4, 8), (4, 16))
-    assert PAIRS.checked(None) == PAIRS.sizes
-    assert PAIRS.checked([(4, 16), (2, 8)]) == (pack(AXES, (4, 16)), pack(AXES, (2, 8)))
-    assert PAIRS.number_of(pack(AXES, (4, 8))) == pack(AXES, (4, 8))
-
-
-def test_the_smallest_batch_that_needs_a_size() -> None:
-    """One more than the next smaller size, along each axis; also for a size that the table does not have."""
-    assert [table((2, 4)).min_batch_of(size) for size in (2, 4, 8)] == [1, 3, 5]
-    for size, batch in (((4, 16), (3, 9)), ((2, 8), (1, 1))):
-        assert PAIRS.min_batch_of(pack(AXES, size)) == pack(AXES, batch)
-    assert table(()).min_batch_of(4) == 1
 
 
 def test_memory_is_bounded_and_answers_stay_right() -> None:

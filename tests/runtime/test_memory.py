@@ -2,23 +2,18 @@
 
 import gc
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import combinations
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import nn
 
 from graphdispatch import CUDAGraphConfig, CUDAGraphManager, CUDAGraphOptions, Graphed, Reason, eager_break, graphed
-from graphdispatch.backends import Graph, get_backend
-from graphdispatch.engines import CUDAGraphEntry, EntryState, EvictionReason, named_sizes
-from graphdispatch.runtime.cache import GraphCache
+from graphdispatch.backends import get_backend
+from graphdispatch.engines import EntryState, named_sizes
 
 from ..helpers import check_rows, make, with_options
-from ..sized import Sized, Unused, entry
 
 QUICK = CUDAGraphOptions(gc_disable=False)  # no collection of the whole process around few captures
 
@@ -118,101 +113,6 @@ def test_a_report_is_plain_and_readable() -> None:
     assert json.loads(json.dumps(report.to_dict()))["total"] == report.total
     for line in ("static inputs         48 B", "2 graphs              24 B"):
         assert line in str(report)
-
-
-class Kind(NamedTuple):
-    """What an entry holds for itself, which pool it is in, how much of that it needs, and whether it may go."""
-
-    own: int
-    pool: int = 0
-    part: int = 0
-    may_go: bool = True
-
-
-class Part(Sized):
-    """A graph that needs ``part`` bytes of its pool."""
-
-    def __init__(self, own: int, part: int) -> None:
-        super().__init__(own)
-        self.part = part
-
-
-class Shared(Unused):
-    """A pool as large as the largest part that one of its graphs needs."""
-
-    def nbytes_of(self, graphs: Sequence[Graph]) -> int:
-        return max((graph.part for graph in graphs if isinstance(graph, Part)), default=0)
-
-
-def made(kinds: Iterable[Kind]) -> list[CUDAGraphEntry]:
-    """Entries of these kinds; equal numbers of pools are one pool."""
-    pools: dict[int, Shared] = {}
-    entries = []
-    for key, kind in enumerate(kinds):
-        entries.append(entry(key=key))
-        entries[-1].graph = Part(kind.own, kind.part)
-        entries[-1].pool = pools.setdefault(kind.pool, Shared())
-    return entries
-
-
-def holds(kinds: Collection[Kind]) -> int:
-    """The bytes that these hold together."""
-    pools = {kind.pool for kind in kinds}
-    return sum(kind.own for kind in kinds) + sum(max(k.part for k in kinds if k.pool == pool) for pool in pools)
-
-
-def agrees(kinds: list[Kind], victims: set[int] | None, fits: Callable[[list[Kind]], bool]) -> None:
-    """``victims`` are what has to go, in the order of ``kinds``; or None, and nothing that may go is enough."""
-
-    def without(dropped: Collection[int]) -> bool:
-        return fits([kind for index, kind in enumerate(kinds) if index not in dropped])
-
-    allowed = [index for index, kind in enumerate(kinds) if kind.may_go]
-    subsets = [subset for count in range(len(allowed) + 1) for subset in combinations(allowed, count)]
-    assert (victims is not None) is any(without(subset) for subset in subsets)
-    if victims is not None:
-        assert victims <= set(allowed)
-        assert without(victims)
-        assert not any(without(victims - {index}) for index in victims)
-        fewest = next(count for count in range(len(allowed) + 1) if without(allowed[:count]))
-        assert victims <= set(allowed[:fewest])
-        assert not fewest or allowed[fewest - 1] in victims
-
-
-KINDS = st.lists(st.builds(Kind, st.integers(0, 30), st.integers(0, 2), st.integers(0, 30), st.booleans()), max_size=6)
-BYTES, COUNT = st.none() | st.integers(1, 90), st.none() | st.integers(1, 6)
-
-
-@given(KINDS, st.none() | st.builds(Kind, st.integers(0, 30), st.integers(0, 2), st.integers(0, 30)), BYTES, COUNT)
-@example([Kind(0), Kind(11)], None, 20, 2)
-@example([Kind(1, may_go=False), Kind(1), Kind(30)], None, 40, None)
-def test_room_is_made_if_there_can_be(
-    kinds: list[Kind], newcomer: Kind | None, most_bytes: int | None, most: int | None
-) -> None:
-    """It is enough exactly if some set of entries that may go is, and then no more of them go than must.
-
-    What is not known of a newcomer counts as the average of all entries before any of them goes.
-    """
-    kinds = sorted(kinds, key=lambda kind: not kind.may_go)  # those used last may not go
-    *entries, new = made([*kinds, newcomer or Kind(0)])
-    cache = GraphCache(10)
-    for one in entries:
-        assert cache.add(one) == []
-    cache.max_bytes, cache.max_graphs = most_bytes, most or 10
-    since = next((one.last_used for one, kind in zip(entries, kinds, strict=True) if not kind.may_go), None)
-    average = sum(kind.own for kind in kinds) // max(len(kinds), 1)
-
-    def fits(kept: list[Kind]) -> bool:
-        held = holds(kept) + average if newcomer is None else holds([*kept, newcomer])
-        return (most is None or len(kept) < most) and (most_bytes is None or held <= most_bytes)
-
-    victims = cache.victims(None if newcomer is None else new, since)
-    keys = None if victims is None else {int(victim.entry.key) for victim in victims}  # type: ignore[call-overload]
-    agrees(kinds, keys, fits)
-    is_count = most is not None and len(kinds) >= most
-    reason = EvictionReason.COUNT if is_count else EvictionReason.BYTES
-    assert all(victim.reason is reason for victim in victims or [])
-    assert len(cache) == len(kinds)
 
 
 def test_an_evicted_graph_gives_its_memory_back() -> None:
