@@ -427,6 +427,18 @@ def test_a_replay_that_would_pass_a_mode_by_is_refused() -> None:
         assert torch.equal(manager.execute_or_capture(4, 1, double, {"x": x}), double(x))
 
 
+def test_a_replay_that_would_lose_gradients_is_refused() -> None:
+    """As ``execute_or_capture`` runs eagerly: of a module in training mode, with gradients on."""
+    manager, module = make(), torch.nn.Linear(3, 3)
+    inputs = {"input": torch.randn(4, 3)}
+    manager.capture_graph(4, 1, module, inputs=inputs)
+    with torch.enable_grad():
+        with pytest.raises(ReplayError, match="the call needs gradients"):
+            manager.replay_graph(4, 1, inputs)
+        assert manager.execute_or_capture(4, 1, module, inputs).requires_grad
+    assert torch.equal(manager.replay_graph(4, 1, inputs), module(inputs["input"]))
+
+
 def test_strict_raises_instead_of_eager() -> None:
     """Steps on the way to a graph are allowed, a fallback is not; the message has the detail of a failed capture."""
     manager = make(strict=True)

@@ -88,13 +88,6 @@ def test_a_method_breaks() -> None:
     assert torch.equal(three(two(X)), X * 6)
 
 
-def test_a_mark_is_taken_back(net: Net) -> None:
-    """Then the module is part of one graph again."""
-    eager_break(net.part)
-    remove_eager_break(net.part)
-    assert names(net, X) == []
-
-
 def test_a_deep_copy_of_a_marked_module_is_a_module_of_its_own(net: Net) -> None:
     """The copy is marked too and runs on its own weights."""
     eager_break(net.part)
