@@ -40,7 +40,7 @@ class NotServed(Explained):
     )
     ATTENTIONS = "attentions", "the request asks for attentions (output_attentions), which a static cache makes longer"
     RAISED = "raised", "the model raised an error at its first step with a static cache; explain() shows it"
-    BUSY = "busy", "another thread is using the cache of this batch size and length"
+    BUSY = "busy", "another request is using the cache of this batch size and length"
     PASSED_BY = (
         "passed_by",
         "this version of transformers did not pass the kept cache to the model, so that no graph could serve",
