@@ -12,6 +12,8 @@ from queued_device import DEVICE, delays, fail_after, held, limit_memory, lose, 
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, DispatchKey, Reason, eager_break, graphed
 from graphdispatch.backends import Backend, get_backend
+from graphdispatch.backends.accelerator.graph import AcceleratorCapture
+from graphdispatch.backends.accelerator.pool import AcceleratorPool
 from graphdispatch.backends.base import Stream
 from graphdispatch.backends.operator_mode import reveal_operators
 from graphdispatch.engines import (
@@ -36,6 +38,38 @@ def backend() -> Backend:
 def x_of(value: float, rows: int = 4) -> torch.Tensor:
     """A batch."""
     return torch.full((rows, 3), float(value), device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "is_before"),
+    [
+        (AcceleratorPool, "begin_recording", False),
+        (AcceleratorCapture, "resume", False),
+        (AcceleratorCapture, "_end_on_own_stream", True),
+        (AcceleratorCapture, "_end_on_own_stream", False),
+    ],
+)
+def test_an_interrupt_ends_the_capture_on_the_device(
+    owner: Any, name: str, is_before: bool, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes: the stream records no more, and the next calls are captured."""
+    work = getattr(owner, name)
+
+    def stopped(*args: Any) -> None:
+        monkeypatch.undo()
+        if not is_before:
+            work(*args)
+        raise KeyboardInterrupt
+
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, strict=True)
+    monkeypatch.setattr(owner, name, stopped)
+    stream = backend.current_stream()
+    with pytest.raises(KeyboardInterrupt):
+        step(x_of(1.0))
+    assert (backend.current_stream(), backend.is_watched(), may_capture()) == (stream, False, True)
+    for value in range(4):
+        assert step(x_of(value)).cpu()[0, 0] == 2 * value
+    assert step.last_decision.reason is Reason.EXACT
 
 
 def test_a_caller_on_another_stream_waits() -> None:

@@ -28,6 +28,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch._ops import OpOverload
+from torch.overrides import _pop_mode as _pop_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from ..copying import NotCopied, Shared, make_lock, renew_in_child
@@ -330,7 +331,7 @@ class _Watch(threading.local):
 
 class _Watched(AbstractContextManager[None]):
     """A ``watched`` block. An interrupt may come between any two steps of what is put up and taken down in it, so what
-    it leaves behind ends with the block: the capture and its lock, modes of operators, and who hears of code."""
+    it leaves behind ends with the block: the capture and its lock, modes of torch, and who hears of code."""
 
     def __init__(self, watch: _Watch) -> None:
         self._watch = watch
@@ -338,12 +339,15 @@ class _Watched(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._depth, self._had_lock = self._watch.depth, CAPTURE_LOCK._is_owned()
         self._modes, self._listener = _get_current_dispatch_mode_stack(), listening()
+        self._function_modes = torch._C._len_torch_function_stack()
         self._watch.depth += 1
 
     def __exit__(self, *_: object) -> None:
         if self._watch.capture is not None:
             self._watch.capture.abort()
         restore_modes(self._modes)
+        while torch._C._len_torch_function_stack() > self._function_modes:
+            _pop_function_mode()
         listen_as_before(self._listener)
         while not self._had_lock and CAPTURE_LOCK._is_owned():
             CAPTURE_LOCK.release()

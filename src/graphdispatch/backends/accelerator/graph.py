@@ -22,7 +22,7 @@ from ..base import CAPTURE_LOCK, Capture, Graph
 from ..diagnosis import diagnose
 from ..operators import tensors_in
 from .outlet import Outlet
-from .pool import AcceleratorPool, end_recording
+from .pool import AcceleratorPool, end_recording, stop_recording
 
 if TYPE_CHECKING:
     from .backend import AcceleratorBackend
@@ -186,7 +186,10 @@ class AcceleratorCapture(Capture):
         end_recording(self._native)
 
     def _throw_away(self) -> None:
-        """Discard a recording that the device did not end properly."""
+        """Discard a recording that the device did not end properly, or that an interrupt came upon."""
+        with contextlib.suppress(RuntimeError):
+            self._pool.backend.api.set_stream(self._stream)
+        stop_recording(self._native, self._pool.backend)
         with contextlib.suppress(RuntimeError):
             self._native.reset()
         self._pool.give_up_handle()

@@ -76,7 +76,8 @@ class AcceleratorPool(Pool):
                 try:
                     self.begin_recording(graph, new)
                     end_recording(graph)
-                except RuntimeError:
+                except BaseException:
+                    stop_recording(graph, self.backend)
                     self.break_off(new)
                     raise
             self._placeholder = graph
@@ -205,3 +206,11 @@ def end_recording(graph: Any) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Graph is empty")
         graph.capture_end()
+
+
+def stop_recording(graph: Any, backend: "AcceleratorBackend") -> None:
+    """End the recording of the current stream, if there still is one, as where an interrupt came upon it. Never
+    raises."""
+    with contextlib.suppress(RuntimeError):
+        if backend.is_capturing():
+            end_recording(graph)
