@@ -111,47 +111,47 @@ class Server:
     def serve_in_python(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
         gradients = torch.is_grad_enabled()
-        is_plain = trace() is None and transform() is None
-        groups, rows = route.forms.get((len(args), *kwargs)) if is_plain else None, NO_MATCH
-        if groups is not None:
-            group = groups[0]
-            call, values = group.call, [*args, *kwargs.values()]
-            if call.order is not None:
-                values = [values[place] for place in call.order]
-            leaves = values if call.is_flat else call.flatten(values)
-            rows = group.signature.match(leaves) if leaves is not None else NO_MATCH
-            hit = group.hits[rows]
-            if isinstance(hit, StayEager):
-                return self.stay_eager(hit, route, args, kwargs)
-            if hit is not None and leaves is not None:
-                entry, plan, decision, guard, per_call = hit
-                backend = entry.backend
-                if (
-                    entry.replay_count < entry.verify_at
-                    and forward_ad._current_level < 0
-                    and not (backend.watch.depth or backend.is_capturing())
-                    and not ((entry.default_device or function_modes() or dispatch_modes()) and not entry.fits_modes())
-                    and (per_call is None or per_call(leaves))
-                    and (not entry.writes_outside or plan.clash(leaves) is None)
-                    and (guard is None or guard.holds())
-                ):
-                    if gradients and self.may_need_gradients(leaves, guard):
-                        return self.serve_unmatched(route, args, kwargs)
-                    try:
-                        torch._C._set_grad_enabled(False)
-                        result = (
-                            self.observed(hit.entry, plan.rows, leaves)
-                            if self.observes
-                            else plan.run(leaves, self.stats)
-                        )
-                    except ReplayError as error:
-                        self.replay_failed(group, error)
-                    else:
-                        self.local.decision = decision
-                        return result
-                    finally:
-                        torch._C._set_grad_enabled(gradients)
-        return (self.serve_unmatched if rows == NO_MATCH else self.step)(route, args, kwargs)
+        groups = route.forms.get((len(args), *kwargs)) if trace() is None and transform() is None else None
+        if groups is None:
+            return self.serve_unmatched(route, args, kwargs)
+        group = groups[0]
+        call, values = group.call, [*args, *kwargs.values()]
+        if call.order is not None:
+            values = [values[place] for place in call.order]
+        leaves = values if call.is_flat else call.flatten(values)
+        rows = group.signature.match(leaves) if leaves is not None else NO_MATCH
+        if leaves is None or rows == NO_MATCH:
+            return self.serve_unmatched(route, args, kwargs)
+        hit = group.hits[rows]
+        if isinstance(hit, StayEager):
+            return self.stay_eager(hit, route, args, kwargs)
+        if hit is None:
+            return self.step(route, args, kwargs)
+        entry, plan, decision, guard, per_call = hit
+        if (
+            entry.replay_count >= entry.verify_at
+            or forward_ad._current_level >= 0
+            or entry.backend.watch.depth
+            or entry.backend.is_capturing()
+            or ((entry.default_device or function_modes() or dispatch_modes()) and not entry.fits_modes())
+            or (per_call is not None and not per_call(leaves))
+            or (entry.writes_outside and plan.clash(leaves) is not None)
+            or (guard is not None and not guard.holds())
+        ):
+            return self.step(route, args, kwargs)
+        if gradients and self.may_need_gradients(leaves, guard):
+            return self.serve_unmatched(route, args, kwargs)
+        try:
+            torch._C._set_grad_enabled(False)
+            result = self.observed(entry, plan.rows, leaves) if self.observes else plan.run(leaves, self.stats)
+        except ReplayError as error:
+            self.replay_failed(group, error)
+        else:
+            self.local.decision = decision
+            return result
+        finally:
+            torch._C._set_grad_enabled(gradients)
+        return self.step(route, args, kwargs)
 
     def replay_failed(self, group: GraphGroup, error: ReplayError) -> None:
         """Forget the hits where a replay failed. Raises ``error`` if it had effects; else the call runs eagerly."""
