@@ -98,9 +98,9 @@ class GraphCache:
             since: Only entries whose last use was before this use may go. None: any.
             gone: An entry that goes in any case.
         """
-        held = [entry for entry in self if entry is not gone]
-        if self.max_bytes is None and len(held) < self.max_graphs:
+        if self.max_bytes is None and len(self) - (gone in self._entries) < self.max_graphs:
             return []
+        held = [entry for entry in self if entry is not gone]
         # The average is taken before anything goes. That of the entries that stay rises when small ones go, so that
         # fewer entries might not fit where more do, and no search for the fewest victims would be right.
         average = sum(entry.nbytes for entry in held) // max(len(held), 1)
@@ -159,8 +159,8 @@ class GraphCache:
                 grown = [] if self._is_small(self) else [one for one in self if one.pool is entry.pool]
                 others = [Victim(self, one, EvictionReason.BYTES) for one in grown]
                 return [Victim(self, entry, EvictionReason.BYTES), *self._pop(others)]
-            old = [Victim(self, one, EvictionReason.REPLACED) for one in self if one is replaced]
             self._entries[entry] = None
+            old = [Victim(self, replaced, EvictionReason.REPLACED)] if replaced is not None else []
             return self._pop(old + victims)
 
     def refuse_changes(self) -> None:
@@ -177,9 +177,10 @@ class GraphCache:
     def retire(self, entry: CUDAGraphEntry, reason: EvictionReason) -> list[Victim]:
         """Take out an entry, if it is here, so that its release counts as an eviction."""
         with self._lock:
-            return self._pop([Victim(self, one, reason) for one in self if one is entry])
+            return self._pop([Victim(self, entry, reason)])
 
     def _pop(self, victims: list[Victim]) -> list[Victim]:
+        """Take out those that are here, and return them."""
         return [victim for victim in victims if self._entries.pop(victim.entry, victim) is None]
 
     def _is_small(self, kept: Iterable[CUDAGraphEntry], more: int = 0) -> bool:

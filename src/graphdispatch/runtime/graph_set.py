@@ -15,7 +15,6 @@ from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..stats import EvictionReason
 from .admission import CaptureBudget, Quarantine
-from .batches import varied
 from .cache import GraphCache, Victim
 from .entry import CUDAGraphEntry
 from .flatten import CallSpec, FlatCall
@@ -29,7 +28,7 @@ from .ranks import Ranks
 from .request import CaptureRequest, CaptureResult
 from .rules import ArgumentRules, callable_name
 from .signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
-from .static_inputs import StaticInputs
+from .static_inputs import StaticInputs, varied
 
 _log = logging.getLogger("graphdispatch")
 

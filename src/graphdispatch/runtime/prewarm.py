@@ -16,7 +16,6 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..showing import html_table, shortened, without_numbers
 from ..sizes import lengths_of, pack
-from .batches import largest_within, resized, varied
 from .cache import GraphCache
 from .decide import Decision, SizeTable
 from .entry import CUDAGraphEntry
@@ -26,6 +25,7 @@ from .request import CaptureResult
 from .rules import callable_name
 from .server import Server
 from .signature import Refusal
+from .static_inputs import largest_within, resized, varied
 from .windows import paused_collector
 
 _log = logging.getLogger("graphdispatch")

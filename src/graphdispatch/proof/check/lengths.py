@@ -35,10 +35,10 @@ import torch
 from ...backends.operators import bits_equal, storage_key, tensors_in
 from ...errors import CaptureError
 from ...reasons import Reason
-from ...runtime.batches import holds_flags
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.outputs import first_rows
 from ...runtime.request import CaptureRequest
+from ...runtime.static_inputs import holds_flags
 from ...sizes import Axis, extents_text, lengths_of, pack
 from ..watch.operator_trace import OperatorTrace
 from .attempt import CaptureAttempt, ends_capture
