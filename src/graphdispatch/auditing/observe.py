@@ -162,9 +162,7 @@ class Observer:
             retry_once(put_back, self.backend)
         writes = [(one.target, one.before.nbytes) for one in watch.regions if not one.is_generator]
         rebinds = tuple(walk.changes())
-        return Run(
-            watch.events, list(watch.outside.values()), writes, rebinds, walk.drew(), trace.unseen([self._call.fn])
-        )
+        return Run(watch.events, list(watch.outside.values()), writes, rebinds, walk.drew(), trace.unseen())
 
     def follow_rows(self, dims: Mapping[str, int]) -> Verdict:
         """What a run shows of the rows, whether or not graphs can hold the call. It runs on a few rows of the call's.

@@ -21,7 +21,7 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _PROOF = os.path.join(_PACKAGE, "proof", "rows", "")
 _DEMO = os.path.join(_PACKAGE, "demo", "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_AROUND_OPERATORS = {
+AROUND_OPERATORS = {
     *(os.path.join(_TORCH, *path) for path in (["_ops.py"], ["_library", "simple_registry.py"])),
     os.path.join(_TORCH, "multiprocessing", "reductions.py"),
     *(os.path.join(_PACKAGE, "backends", name) for name in ("code_events.py", "operator_mode.py")),
@@ -80,7 +80,7 @@ class CodeListener:
         elif event == "return":
             if id(frame.f_code) in self.followed:
                 self.on_return(frame.f_code)
-        elif event == "c_call" and frame.f_code.co_filename not in _AROUND_OPERATORS:
+        elif event == "c_call" and frame.f_code.co_filename not in AROUND_OPERATORS:
             self.on_c_call(frame, getattr(arg, "__self__", None), arg.__name__)
 
     def begin(self) -> bool:
@@ -170,7 +170,7 @@ if sys.version_info >= (3, 12):
 
     def _is_silent(code: CodeType) -> bool:
         """Whether nobody is to hear of code: it runs around each operator that is watched."""
-        return code.co_filename in _AROUND_OPERATORS
+        return code.co_filename in AROUND_OPERATORS
 
     def _chain() -> list[CodeListener]:
         """The calling thread's listeners that are not paused, the innermost first."""

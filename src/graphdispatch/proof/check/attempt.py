@@ -221,7 +221,7 @@ class CaptureAttempt:
 
     def _put_back(self) -> None:
         self._rewind()
-        walk, changes = self.eager.trace.walk, self.eager.trace.changes_by
+        walk, changes = self.eager.trace.walk, self.eager.trace.changes
         if self.eager.changed is not None or self.eager.unseen is not None:
             if not self.request.keep_effects:  # else it is the caller's, and no run followed that could have done more
                 walk.restore(generators=True, changes=changes)

@@ -343,7 +343,7 @@ def undo_run(request: CaptureRequest, effects: EffectRecorder, rng_before: Any, 
 
     def put_back() -> None:
         if trace is not None:
-            trace.walk.restore(generators=True, changes=trace.changes_by)
+            trace.walk.restore(generators=True, changes=trace.changes)
         undo(effects.regions)
         if effects.uses_rng or effects.runs_custom:
             request.backend.set_rng_state(rng_before)
@@ -442,7 +442,7 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
             "that it was made of",
             Reason.CAPTURE_UNSAFE,
         )
-    unseen = eager.trace.unseen(roots_of(request))
+    unseen = eager.trace.unseen()
     if unseen is not None:
         raise _of_unseen(unseen)
     names = eager.trace.names | eager.trace.of_breaks.names

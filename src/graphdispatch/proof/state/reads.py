@@ -91,6 +91,11 @@ class CodeNotes:
             getattr(self, kind).update(getattr(other, kind))
         self.reads_whole = self.reads_whole or other.reads_whole
 
+    @property
+    def used(self) -> set[str]:
+        """The names of attributes and variables that the code uses."""
+        return self.names.union((name for _, name in self.variables), *(c.co_freevars for c in self.codes.values()))
+
     def note_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
         """Note that code looks variables of a namespace up."""
         self.tables[id(table)] = table

@@ -33,35 +33,13 @@ class Accessor(NamedTuple):
     """Whether it holds attributes or variables."""
 
 
-class Use(NamedTuple):
-    """By what code comes to attributes."""
-
-    names: frozenset[str]
-    whole: Collection[type]
-    """Classes whose objects it reads or writes under any name."""
-
-    def reaches(self, value: Any, name: str) -> bool:
-        """Whether it may come to this attribute of an object."""
-        kind = value if issubclass(type(value), type) else type(value)
-        return name in self.names or any(issubclass(kind, one) or issubclass(one, kind) for one in self.whole)
-
-
-ANY_USE = Use(frozenset(), (object,))
-"""Of code that may come to every attribute."""
-
-
 class Changes(NamedTuple):
     """What code can have changed; another thread may have changed the rest meanwhile."""
 
-    assigned: Use = ANY_USE
-    """By what it comes to the attributes and variables that it assigns."""
-    led: Use = ANY_USE
-    """By what it comes to containers that attributes hold and that it can have changed."""
-    of_any: bool = True
-    """Whether it may have changed containers that no attribute holds."""
-
-
-ANY_CHANGES = Changes()
+    names: Collection[str] | None = None
+    """The names of the attributes and variables that it assigns; None: any."""
+    containers: Collection[str] | None = None
+    """If it changes containers or arrays, the names by which it comes to such; None: any."""
 
 
 class Saved(NamedTuple):
@@ -97,12 +75,12 @@ class Saved(NamedTuple):
                 return f"{name} was {'added' if a is ABSENT else 'removed' if b is ABSENT else 'rebound'}"
         return " was put in another order"
 
-    def restore(self, use: Use) -> None:
-        """Put back what it held; of attributes and variables those that code comes to."""
+    def restore(self, names: Collection[str] | None) -> None:
+        """Put back what it held; of attributes and variables those with such names."""
         held = self.before
-        if self.accessor.is_by_name:
+        if self.accessor.is_by_name and names is not None:
             now = self.accessor.read(self.value)
-            sources = [(name, held if use.reaches(self.value, name) else now) for name in {**held, **now}]
+            sources = [(name, held if name in names else now) for name in {**held, **now}]
             held = {name: source[name] for name, source in sources if name in source}
         self.accessor.write(self.value, held)
 

@@ -43,7 +43,7 @@ class Traversal:
             value, path = pending.pop()
             role = kinds[type(value)].role
             if id(value) in seen:
-                self._meet_again(value, path, role)
+                self._meet_again(value, path)
             elif role != "leaf" and self._meet(value, path):
                 edges: Callable[[Any, Any], Edges] = getattr(self, _VISITS[role])
                 for label, held in edges(value, path):
@@ -59,7 +59,7 @@ class Traversal:
         self._seen[id(value)] = value
         return True
 
-    def _meet_again(self, value: Any, path: Any, role: str) -> None:
+    def _meet_again(self, value: Any, path: Any) -> None:
         """Note that another path leads to an object."""
 
     def _visit_trusted(self, value: Any, path: Any) -> Edges:

@@ -23,13 +23,14 @@ from ...runtime.signature import advice_for
 from ..watch.bytecode import CHANGES
 from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS, holds_modules
-from .snapshot import ANY_CHANGES, Accessor, Changes, Saved, Use, path_text
+from .snapshot import Accessor, Changes, Saved, path_text
 from .traversal import PLAIN_CONTAINERS, Edges, Traversal, held_by_run
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _SHARED = (*CONTAINERS, tuple, frozenset, np.ndarray)
 """What code changes without the name of an attribute, once it has got hold of it."""
 _MOST_FOLLOWED = 250_000
+_ANY_CHANGES = Changes()
 
 
 class StateWalk(Traversal):
@@ -41,6 +42,7 @@ class StateWalk(Traversal):
 
     def __init__(self, *roots: Any) -> None:
         super().__init__()
+        self.roots = roots
         self.tensors: list[torch.Tensor] = []
         """Tensors wherever they are held, parameters and buffers included."""
         self.user_namespaces: list[types.ModuleType | dict[str, Any]] = []
@@ -61,24 +63,21 @@ class StateWalk(Traversal):
         """Whether it met one by which code may compare objects by identity."""
         self.has_changer = False
         """Whether it met one by which code may change containers under no name: ``partial(queue.append, 1)``."""
-        self.unrestorable: list[Any] = []
-        """All paths of the opaque objects that are no threads, locks or other machines: ``restore`` cannot put them
-        back."""
+        self.has_unrestorable = False
+        """Whether something opaque is no thread, lock or other machine: ``restore`` cannot put that back."""
         self.overflow: str | None = None
         self._saved: list[Saved] = []
+        self._other_names: set[str] = set()
+        """Of attributes by which it met containers again."""
         self._variables: dict[int, dict[str, Any]] = {}
         self._whole = set[int]()
         """The modules of which it noted which variables they have, by the ``id`` of their tables."""
-        self._held_at: dict[int, Saved] = {}
-        """By the ``id`` of its path, what was first saved there, and tuples."""
         self._generators = [
             snapshot.save_random(((), name), home) for name, home in (("random", random), ("numpy.random", np.random))
         ]
         self._empty: list[tuple[Any, Any, Any]] = []
         """Empty containers of classes of Python's own, most of them for hooks, and empty tables of attributes of such
         and of functions, each with what it belongs to and the path of that."""
-        self._again: list[tuple[Any, Any]] = []
-        """Containers that it met once more, with the other path."""
         named = [(root, objects.name_of(root)) for root in roots]
         for root, name in (*named, *((hooks, "hooks of all modules") for hooks in objects.GLOBAL_HOOKS)):
             self.visit(root, ((), name))
@@ -186,7 +185,7 @@ class StateWalk(Traversal):
         """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
         return next((path_text(saved.path) for saved in self._generators if saved.change() is not None), None)
 
-    def restore(self, *, generators: bool = False, changes: Changes = ANY_CHANGES) -> None:
+    def restore(self, *, generators: bool = False, changes: Changes = _ANY_CHANGES) -> None:
         """Put back everything that is not as it was met. Random generators, which others may use, only with
         ``generators``.
 
@@ -198,7 +197,7 @@ class StateWalk(Traversal):
         for saved in held:
             try:
                 if saved.differs() and self._is_touched(saved, changes):
-                    saved.restore(changes.assigned)
+                    saved.restore(changes.names)
             except Exception as why:
                 failed.append((saved, why))
         # What cannot be written itself, as a view that code may not write to, may show what was put back elsewhere.
@@ -210,44 +209,20 @@ class StateWalk(Traversal):
         """Whether code can have changed this. Of attributes and variables each one is looked at by itself."""
         label = f"{saved.path[1]}"
         if type(saved.value) is types.CellType:
-            return not label.startswith(" ") or changes.assigned.reaches(saved.value, label[1:])
-        if saved.accessor.is_by_name or not issubclass(type(saved.value), _SHARED):
+            return changes.names is None or not label.startswith(" ") or label[1:] in changes.names
+        if saved.accessor.is_by_name or not issubclass(type(saved.value), _SHARED) or changes.containers is None:
             return True
-        return (changes.of_any or label.startswith(".")) and self._is_shown(saved, changes.led, set())
-
-    def unrestorable_by(self, use: Use) -> str | None:
-        """The path of an object that ``restore`` cannot put back, and that such code can come to; or None."""
-        return next((path_text(path) for path in self.unrestorable if self._is_reached(path, use, set())), None)
-
-    def _is_reached(self, path: Any, use: Use, visited: set[int]) -> bool:
-        """Whether code can come to what is at the end of a path: not to an attribute of another name, nor to what a
-        container holds that it cannot come to. Of what else holds it not all paths are there, so it counts."""
-        parent, label = path
-        holder = self._held_at.get(id(parent))
-        if holder is None or (holder.accessor.is_by_name and label.startswith(".")):
-            return holder is None or use.reaches(holder.value, label[1:])
-        return not issubclass(type(holder.value), _SHARED) or self._is_shown(holder, use, visited)
-
-    def _is_shown(self, saved: Saved, use: Use, visited: set[int]) -> bool:
-        """Whether code can come to a container, by one of the paths that lead to it."""
-        if id(saved) in visited:
-            return False
-        visited.add(id(saved))
-        paths = (saved.path, *(path for value, path in self._again if value is saved.value))
-        return any(self._is_reached(path, use, visited) for path in paths)
+        used, name = changes.containers, _attribute_of(saved.path)
+        return bool(used) and (not name or name in used or not self._other_names.isdisjoint(used))
 
     def _save(self, path: Any, value: Any, accessor: Accessor) -> Any:
         before = accessor.read(value)
-        saved = Saved(path, value, accessor, before)
-        self._saved.append(saved)
-        self._held_at.setdefault(id(path), saved)
+        self._saved.append(Saved(path, value, accessor, before))
         return before
 
-    def _meet_again(self, value: Any, path: Any, role: str) -> None:
-        if role == "opaque":
-            self._visit_opaque(value, path)
-        elif issubclass(type(value), _SHARED):
-            self._again.append((value, path))
+    def _meet_again(self, value: Any, path: Any) -> None:
+        if issubclass(type(value), _SHARED):
+            self._other_names.add(_attribute_of(path))
 
     def _meet(self, value: Any, path: Any) -> bool:
         """As ``Traversal._meet``; what is empty leads nowhere, and is most often many."""
@@ -283,11 +258,6 @@ class StateWalk(Traversal):
             held = {n: one for n, one in held.items() if not (objects.describes(n) or objects.is_recognized(one, n))}
         return ((f".{name}", one) for name, one in held.items() if name not in objects.DESCRIBES)
 
-    def _fixed_in(self, home: Any, held: list[tuple[str, Any]], path: Any) -> Edges:
-        if held and issubclass(type(home), _SHARED):
-            self._held_at.setdefault(id(path), Saved(path, home, snapshot.ENTRIES, None))
-        return held
-
     def _variables_of(self, table: dict[str, Any]) -> Edges:
         self.user_namespaces.append(table)
         return ()  # they are followed by name
@@ -295,8 +265,7 @@ class StateWalk(Traversal):
     def _visit_opaque(self, value: Any, path: Any) -> Edges:
         """What nobody can compare."""
         self.has_opaque = True
-        if not objects.is_machine(type(value)):
-            self.unrestorable.append(path)
+        self.has_unrestorable |= not objects.is_machine(type(value))
         return ()
 
     def _visit_tensor(self, tensor: torch.Tensor, path: Any) -> Edges:
@@ -351,3 +320,12 @@ class _WalkOfMade(StateWalk):
     def _visit_tensor(self, tensor: torch.Tensor, path: Any) -> Edges:
         self.tensors.append(tensor)
         return ()
+
+
+def _attribute_of(path: Any) -> str:
+    """The last attribute on the way to a container; empty if there is none, or a variable of a context comes after."""
+    while path:
+        path, label = path
+        if f"{label}".startswith("."):
+            return f"{label}"[1:] if f"{label}"[1:].isidentifier() else ""
+    return ""

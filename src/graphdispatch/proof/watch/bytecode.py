@@ -309,15 +309,6 @@ def _parameters(code: CodeType, instructions: Iterable[Instruction]) -> tuple[st
 
 
 @per_code
-def changed_by(code: CodeType) -> frozenset[str]:
-    """The names of attributes and variables that code may change: those that it assigns, and all that stand in it where
-    it changes containers."""
-    reads = code_reads(code)
-    changed = reads.attributes | reads.variables | {*code.co_freevars} if changes_containers(code) else frozenset[str]()
-    return assigned_by(code) | changed
-
-
-@per_code
 def changes_containers(code: CodeType) -> bool:
     """Whether code may change what a container or an array holds, by an instruction or a function of this name."""
     names = code_reads(code).attributes | code_reads(code).variables

@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 from _lsprof import Profiler as _Profiler
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import Context
 from inspect import CO_OPTIMIZED
@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...backends.code_events import CodeListener, is_code_of_proof, is_own_code, is_torch_code
+from ...backends.code_events import AROUND_OPERATORS, CodeListener, is_code_of_proof, is_own_code, is_torch_code
 from ...errors import CaptureError
 from ...reasons import Reason
 from ..breaks import BREAK_CODE
 from ..state import objects
 from ..state.reads import HELD, TABLES, CodeNotes, StateReads
-from ..state.snapshot import ANY_CHANGES, ANY_USE, Changes, Use
+from ..state.snapshot import Changes
 from ..state.traversal import HELD_BY_FUNCTIONS
 from ..state.walk import StateWalk
 from .bytecode import (
@@ -39,7 +39,6 @@ from .bytecode import (
     CodeReads,
     assigned_by,
     assigns_made_names,
-    changed_by,
     changes_containers,
     code_reads,
     original_of,
@@ -81,7 +80,6 @@ _WATCHED = (torch.Generator, _Profiler) if sys.version_info < (3, 12) else (torc
 _HIDES = frozenset(("DisableTorchFunction", "_disable_current_modes", "_pop_mode_temporarily"))
 """What switches off the modes of torch that watch a run."""
 _CALL_OF_MODULE = torch.nn.Module._call_impl.__qualname__
-"""The containers that this code changes, and what is defined in it, are its own."""
 _HOOKING = {id(fn.__code__) for fn in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)}
 """What registers a hook of a tensor."""
 _START = threading.Thread.start.__code__
@@ -103,8 +101,8 @@ class CodeTrace(CodeNotes, CodeListener):
     around the callable; what runs outside of it (a backend of somebody else's) is left out. A profiler that was
     written in Python goes on; under any other, ``is_deaf`` says that nothing was heard.
 
-    With ``spares`` a run ends before code that did not run before where the code so far names something that nobody
-    could put back: an attribute or a variable that holds it. Leaving the trace raises ``CaptureError`` then.
+    With ``spares`` a run ends before code that did not run before where the code so far comes to something that nobody
+    could put back. Leaving the trace raises ``CaptureError`` then.
     """
 
     def __init__(
@@ -152,41 +150,25 @@ class CodeTrace(CodeNotes, CodeListener):
         """Code that is read at each call, by ``id``: what it reads depends on what it is given."""
 
     @property
-    def use(self) -> Use:
-        """By what the code so far can come to attributes, in breaks and outside of them."""
-        both = (self, self.of_breaks)
-        names = frozenset[str]().union(*(notes.names | notes.optional | notes.library_names for notes in both))
-        reads_whole = self.is_deaf or self.walk.has_accessor or any(notes.reads_whole for notes in both)
-        return ANY_USE if reads_whole else Use(names, self.whole_types | self.of_breaks.whole_types)
-
-    @property
-    def changes_by(self) -> Changes:
+    def changes(self) -> Changes:
         """What the code so far can have changed, in breaks and outside of them."""
-        use, both = self.use, (self, self.of_breaks)
+        both = (self, self.of_breaks)
         codes = [*self.codes.values(), *self.of_breaks.codes.values(), *self._run_beside.values()]
-        if use is ANY_USE or self.walk.has_changer or any(map(assigns_made_names, codes)):
-            return ANY_CHANGES
-        others = [code for code in codes if not (is_torch_code(code.co_filename) or is_own_code(code.co_filename))]
-        torchs = (
-            code
-            for code in codes
-            if is_torch_code(code.co_filename) and not code.co_qualname.startswith(_CALL_OF_MODULE)
-        )
-        led, of_any = set[str]().union(*map(changed_by, torchs)), any(map(changes_containers, others))
-        if of_any:  # of what it is given, too
-            led.update(*(notes.names | notes.optional | (notes.library_names - TABLES) for notes in both))
-        assigned = frozenset[str]().union(*map(assigned_by, codes))
-        return Changes(Use(assigned, use.whole), Use(frozenset(led), use.whole), of_any)
+        changers = [code for code in codes if changes_containers(code) and not _changes_its_own(code)]
+        reads_whole = self.is_deaf or any(notes.reads_whole or notes.whole_types for notes in both)
+        used: set[str] | None = None if reads_whole or self.walk.has_changer else set()
+        if changers and used is not None:
+            used.update(*(notes.used | (notes.library_names - TABLES) for notes in both))
+            used.update(*(code_reads(code).attributes for code in changers))
+        assigns_any = (changers and reads_whole) or self.is_deaf or any(map(assigns_made_names, codes))
+        return Changes(None if assigns_any else frozenset[str]().union(*map(assigned_by, codes)), used)
 
     def shares_with_breaks(self) -> bool:
         """Whether the user's code in breaks may change what the other code reads: it has a name in common with that."""
-        read = self.names.union((name for _, name in self.variables), *(c.co_freevars for c in self.codes.values()))
         breaks = self.of_breaks
         users = [code for code in breaks.codes.values() if not objects.is_library_code(code.co_filename)]
-        changed = set[str]().union(*map(changed_by, users))
-        if any(map(changes_containers, users)):  # of what it is given, too
-            changed.update(breaks.names)
-        return not changed.isdisjoint(read)
+        changed = breaks.used if any(map(changes_containers, users)) else set[str]().union(*map(assigned_by, users))
+        return not changed.isdisjoint(self.used)
 
     def __enter__(self) -> "CodeTrace":
         self._depth = self._beside = 0
@@ -295,15 +277,15 @@ class CodeTrace(CodeNotes, CodeListener):
         # Without one it is a function that keeps data of its own there, as those of pybind11 do.
         return home is None or (objects.home_of(home).partition(".")[0] in _SEEN_THROUGH and home is not Context)
 
-    def unseen(self, roots: Iterable[Any]) -> str | None:
-        """What the runs may have changed or read that nobody can compare or put back, in words; or None. ``roots`` are
-        the callable and its arguments."""
+    def unseen(self) -> str | None:
+        """What the runs may have changed or read that nobody can compare or put back, in words; or None."""
         if self._unseen_call is not None or not self.walk.has_opaque:
             return self._unseen_call
         notes = CodeNotes()
         notes.absorb(self)
         notes.absorb(self.of_breaks)
-        return StateReads(roots, notes).unguarded or None
+        with torch._C.DisableTorchFunction():
+            return StateReads(self.walk.roots, notes).unguarded or None
 
     def on_call(self, frame: types.FrameType) -> None:
         """Note what a function reads, unless it runs outside of the callable, or beside it."""
@@ -344,11 +326,9 @@ class CodeTrace(CodeNotes, CodeListener):
                 self._spare()
 
     def _spare(self) -> None:
-        """End the run if it is made only for the graph, and the code that has run and is about to run names what nobody
-        could put back, or reads under names that do not stand in it."""
-        if not (self.spares and self.walk.unrestorable):
-            return
-        if (spared := self.walk.unrestorable_by(self.use)) is not None:
+        """End the run if it is made only for the graph, and the code that has run and is about to run comes to what
+        nobody could put back."""
+        if self.spares and self.walk.has_unrestorable and (spared := self.unseen()) is not None:
             self._note_unseen(spared)
 
     def _read(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
@@ -488,6 +468,12 @@ class CodeTrace(CodeNotes, CodeListener):
     def _use(self, notes: CodeNotes, table: dict[str, Any], names: Collection[str], where: str) -> None:
         notes.note_variables(table, names)
         self.walk.visit_variables(table, names, where)
+
+
+def _changes_its_own(code: types.CodeType) -> bool:
+    """Whether code of torch or of this package changes no containers but its own: around each operator or module."""
+    is_around = code.co_filename in AROUND_OPERATORS or code.co_qualname.startswith(_CALL_OF_MODULE)
+    return is_around or is_own_code(code.co_filename)
 
 
 def _methods_of(frame: types.FrameType) -> Iterator[types.MethodType]:
