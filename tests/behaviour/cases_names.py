@@ -20,10 +20,11 @@ from typing import Any
 
 from torch.utils import _pytree
 
-from .cases import READS, Box
+from .cases import READS, WRITES, Box
 from .cases_read import Apart, put, read, to
+from .cases_written import unseen
 
-__all__ = ["READS"]
+__all__ = ["READS", "WRITES"]
 
 KEY, TEMPLATE = "".join(["sca", "le"]), "".join(["{0.sca", "le}"])
 
@@ -91,22 +92,31 @@ def with_default(held: Any, get: Any = getattr) -> float:
 
 Get = Callable[[], float]
 HELD: dict[str, Callable[[Any], Get]] = {
-    "in a default": lambda held: partial(with_default, held),
-    "in a closure": lambda held: (lambda get: lambda: get(held, KEY))(getattr),
-    "in an attribute": lambda held: (lambda box: lambda: box.get(held, KEY))(Box(get=getattr)),
-    "in an attribute beside the builtin": lambda held: (
-        lambda box: lambda: getattr(held, "other", 1.0) * box.get(held, KEY)
-    )(Box(get=getattr)),
-    "in a container": lambda held: (lambda table: lambda: table["get"](held, KEY))({"get": getattr}),
     "in a logger": lambda held: (lambda box: lambda: box.get(held, KEY))(logger_with(getattr)),
     "in a local name": lambda held: lambda: two_at_once(held),
-    "in a partial": lambda held: partial(partial(getattr, held), KEY),
-    "in a method": lambda held: partial(types.MethodType(getattr, held), KEY),
-    "its own method": lambda held: partial(getattr.__call__, held, KEY),
     "of the module": lambda held: lambda: builtins.getattr(held, KEY),
     "by its name": lambda held: lambda: getattr(builtins, "getattr")(held, KEY),  # noqa: B009
     "mapped": lambda held: lambda: next(map(getattr, [held], [KEY])),
     "reduced": lambda held: lambda: functools.reduce(getattr, [KEY], held),
+    "its table by a constant": lambda held: lambda: getattr(held, "__dict__")[KEY],  # noqa: B009
+    "its method by a constant": lambda held: lambda: getattr(held, "__getattribute__")(KEY),  # noqa: B009
+    "reduced by a constant": lambda held: lambda: methodcaller("__reduce_ex__", 2)(held)[2][KEY],
+    "three attributes": lambda held: lambda: operator.attrgetter("__class__", "__doc__", KEY)(held)[2],
+    "a template": lambda held: lambda: float(TEMPLATE.format(held)),
+    "a mapped template": lambda held: lambda: float(next(map("{0.scale}".format, [held]))),
+    "a formatter": lambda held: lambda: float(string.Formatter().format(TEMPLATE, held)),
+    "statically": lambda held: lambda: inspect.getattr_static(held, KEY),
+    "copied": lambda held: lambda: vars(copy.copy(held))[KEY],
+    "an encoder": lambda held: lambda: json.loads(json.dumps(held, default=vars))[KEY],
+}
+UNSEEN: dict[str, Callable[[Any], Get]] = {
+    "in a default": lambda held: partial(with_default, held),
+    "in a closure": lambda held: (lambda get: lambda: get(held, KEY))(getattr),
+    "in an attribute": lambda held: (lambda box: lambda: box.get(held, KEY))(Box(get=getattr)),
+    "in a container": lambda held: (lambda table: lambda: table["get"](held, KEY))({"get": getattr}),
+    "in a partial": lambda held: partial(partial(getattr, held), KEY),
+    "in a method": lambda held: partial(types.MethodType(getattr, held), KEY),
+    "its own method": lambda held: partial(getattr.__call__, held, KEY),
     "vars": lambda held: (lambda box: lambda: box.get(held)[KEY])(Box(get=vars)),
     "hasattr": lambda held: (lambda box: lambda: 2.0 if box.has(held, KEY) and held.scale < 3 else 5.0)(
         Box(has=hasattr)
@@ -114,29 +124,22 @@ HELD: dict[str, Callable[[Any], Get]] = {
     "object's": lambda held: partial(object.__getattribute__, held, KEY),
     "the object's": lambda held: partial(held.__getattribute__, KEY),
     "its state": lambda held: (lambda get: lambda: get()[KEY])(held.__getstate__),
-    "its table by a constant": lambda held: lambda: getattr(held, "__dict__")[KEY],  # noqa: B009
-    "its method by a constant": lambda held: lambda: getattr(held, "__getattribute__")(KEY),  # noqa: B009
-    "reduced by a constant": lambda held: lambda: methodcaller("__reduce_ex__", 2)(held)[2][KEY],
-    "three attributes": lambda held: lambda: operator.attrgetter("__class__", "__doc__", KEY)(held)[2],
-    "a template": lambda held: lambda: float(TEMPLATE.format(held)),
-    "a mapped template": lambda held: lambda: float(next(map("{0.scale}".format, [held]))),
     "a kept template": lambda held: (lambda fill: lambda: float(next(map(fill, [held]))))("{0.scale}".format),
-    "a formatter": lambda held: lambda: float(string.Formatter().format(TEMPLATE, held)),
-    "statically": lambda held: lambda: inspect.getattr_static(held, KEY),
-    "copied": lambda held: lambda: vars(copy.copy(held))[KEY],
     "a pickle": lambda held: lambda: pickled(held),
     "a mapped pickle": lambda held: lambda: float(sum(next(map(pickle.dumps, [held])))),
-    "an encoder": lambda held: lambda: json.loads(json.dumps(held, default=vars))[KEY],
 }
+"""Where a compiled function that reads attributes has another name than its own, or none."""
 OWN: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "a slot's descriptor": (lambda: Slot(2.0), lambda held: vars(Slot)[KEY].__get__(held)),
     "a slot under another name": (lambda: Aliased(2.0), lambda held: held.alias),
-    "a table under another name": (lambda: Tabled(scale=2.0), lambda held: held.table[KEY]),
-    "a method of a partial": (lambda: Tabled(scale=2.0), lambda held: held.get(KEY)),
-    "an attribute of a class": (lambda: Tabled(scale=2.0), lambda held: held.found(held, KEY)),
     "leaves": (Data, lambda held: _pytree.tree_leaves(held)[0]),
     "fields": (Data, lambda held: next(iter(dataclasses.asdict(held).values()))),
     "a visitor": (lambda: Visitor(2.0), lambda held: held.visit(ast.Pass())),
+}
+OWN_UNSEEN: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "a table under another name": (lambda: Tabled(scale=2.0), lambda held: held.table[KEY]),
+    "a method of a partial": (lambda: Tabled(scale=2.0), lambda held: held.get(KEY)),
+    "an attribute of a class": (lambda: Tabled(scale=2.0), lambda held: held.found(held, KEY)),
 }
 
 
@@ -151,5 +154,9 @@ for name, reach in HELD.items():
     read(f"computed name, {name}")(
         lambda reach=reach: Apart(held := Box(scale=2.0), reach(held)), lambda get: get(), put("owner", scale=5.25)
     )
+for name, reach in UNSEEN.items():
+    unseen(f"computed name, {name}", lambda reach=reach: (held := Box(scale=2.0), reach(held)), lambda o: o[1]())
 for name, (make, get) in OWN.items():
     read(f"computed name of {name}")(make, get, lambda held: to(held, scale=5.25))
+for name, (make, get) in OWN_UNSEEN.items():
+    unseen(f"computed name of {name}", make, get)

@@ -415,9 +415,6 @@ read("attribute by a generic class")(
 read("type of data")(lambda: Box(dtype=torch.float32), lambda h: ones(3).to(h.dtype), put(dtype=torch.float64))
 read("slot that goes")(lambda: Slotted(2.0), lambda h: getattr(h, "k", 5.0), lambda h: delattr(h, "k"))
 read("computed_name", row=True)(lambda: Box(k=2.0, name="k"), lambda h: getattr(h, h.name), put(k=5.0))
-read("computed_name: by a partial")(
-    lambda: Apart(held := Box(k=2.0), partial(getattr, held)), lambda get: get("".join(["k"])), put("owner", k=5.0)
-)
 read("computed name of a part")(lambda: [Box(k=2.0), "k"], lambda h: getattr(h[0], h[1]), lambda h: to(h[0], k=5.0))
 read("computed name, arguments in a list")(lambda: [Box(k=2.0), "k"], lambda h: getattr(*h), lambda h: to(h[0], k=5.0))
 read("name as a text")(lambda: Box(k=2.0), lambda h: getattr(h, "k", 0), put(k=5.0))

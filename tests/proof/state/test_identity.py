@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from graphdispatch import Reason
+
 from ...behaviour.cases import Box
 from ...helpers import assert_same, batch, check_calls, make
 
@@ -60,9 +62,14 @@ ALIKE: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
+UNSEEN = ("is_ in an attribute", "is_ in a partial", "id under another name")
+"""Where a compiled function tells objects from one another under a name that is not its own."""
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_one_argument_in_two_places(name: str) -> None:
-    """Graphs serve calls with two tensors; one with a single tensor has eager's answer, and then two again."""
+    """Graphs serve calls with two tensors, or are refused; one with a single tensor has eager's answer, and then two
+    again."""
     alike = ALIKE[name]
 
     def fn(x: Tensor, y: Tensor) -> Tensor:
@@ -75,7 +82,8 @@ def test_one_argument_in_two_places(name: str) -> None:
     step = make(fn, dynamic={"x": 0, "y": 0})
     for _ in range(5):
         check_calls(step, (batch(4), batch(4)))
-    assert step.last_decision.reason.is_graph
+    found = step.last_decision.reason
+    assert found is Reason.STATE_UNSEEN if name in UNSEEN else found.is_graph
     x = batch(4)
     for _ in range(2):
         assert_same(step(x, x), x * 2)

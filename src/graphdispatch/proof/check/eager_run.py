@@ -192,7 +192,6 @@ class EagerRun:
     def metadata_read(self, *, compares: bool) -> list[str]:
         """The names of what its code reads of arguments besides values; ``compares``: whether Python compared such
         tensors."""
-        compares = compares or self.trace.walk.has_identity
         return metadata_names(self.trace.codes.values(), compares=compares, has_gaps=self._request.has_gaps)
 
     def find_metadata(

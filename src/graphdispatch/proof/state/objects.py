@@ -344,39 +344,27 @@ def role_of(kind: type) -> str:
     return "front_end" if is_ours else "trusted"
 
 
-_ACCESSORS = frozenset((getattr, hasattr, setattr, delattr, vars, dir, attrgetter, methodcaller))
-_PICKLES = frozenset((pickle.dump, pickle.dumps, pickle.Pickler))
+_SHOWING = frozenset((getattr, hasattr, setattr, delattr, vars, dir, attrgetter, methodcaller, id, hash, is_, is_not))
+_HIDING = _SHOWING.union((globals, locals, __import__, pickle.dump, pickle.dumps, pickle.Pickler))
 
 
-def is_accessor(value: Any) -> bool:
-    """Whether a compiled function or class reads or writes attributes under names that stand in no code."""
+def hides(value: Any) -> bool:
+    """Whether a compiled function or class comes to attributes or variables under names that stand in no code, or tells
+    objects from one another."""
     if type(value) is type:
-        return value in _ACCESSORS or value in _PICKLES
-    is_compiled = issubclass(type(value), _ROLES["compiled"])
-    return is_compiled and (value.__name__ in READ_WHOLE or value in _ACCESSORS or value in _PICKLES)
+        return value in _HIDING
+    if not issubclass(type(value), _ROLES["compiled"]):
+        return False
+    return value in _HIDING or value.__name__ in READ_WHOLE or (value.__name__ in TELLS_IDENTITY and _is_objects(value))
 
 
-_BY_IDENTITY = frozenset((id, hash, is_, is_not))
+def _is_objects(method: Any) -> bool:
+    return getattr(method, "__objclass__", None) is object
 
 
-def is_by_identity(value: Any) -> bool:
-    """Whether a compiled function tells objects from one another."""
-    is_compiled = issubclass(type(value), _ROLES["compiled"])
-    return is_compiled and (value.__name__ in TELLS_IDENTITY or value in _BY_IDENTITY)
-
-
-def is_recognized(value: Any, name: str) -> bool:
-    """Whether code that uses a compiled function under this name, its own, shows what it does with that."""
-    shows = (is_accessor(value) and value not in _PICKLES) or is_by_identity(value)
-    return shows and value.__name__ == name
-
-
-_FINDERS = frozenset((globals, locals, __import__))
-
-
-def is_finder(value: Any) -> bool:
-    """Whether a compiled function gives code variables or modules under names that stand nowhere."""
-    return type(value) is types.BuiltinFunctionType and value in _FINDERS
+def shows(value: Any, name: str) -> bool:
+    """Whether code that uses such a function under this name, its own, shows what it does with that."""
+    return hides(value) and value not in _HIDING - _SHOWING and value.__name__ == name
 
 
 def stands_for(value: Any) -> list[Any]:

@@ -48,7 +48,7 @@ class Reader(NamedTuple):
         return self.kind, self.call if self.kind == "call" else self.subject, self.further, value
 
 
-_SET_FIELDS = ("names", "optional", "library_names", "whole_types", "unreached_functions", "variables")
+_SET_FIELDS = ("names", "optional", "library_names", "unreached_functions", "variables")
 
 
 class CodeNotes:
@@ -64,8 +64,6 @@ class CodeNotes:
         """Names that code of the user looks up by ``getattr`` or ``hasattr``, so that they need not exist."""
         self.library_names: set[str] = set()
         """Those that code of libraries reads."""
-        self.whole_types: set[type] = set()
-        """Classes whose objects are read under names that do not stand in the code."""
         self.unreached_functions: set[types.FunctionType | types.MethodType] = set()
         """Closures and methods that ran, to which neither roots nor variables lead."""
         self.tables: dict[int, dict[str, Any]] = {}
@@ -74,7 +72,7 @@ class CodeNotes:
         """The variables that it looks up there, each by the ``id`` of its namespace and its name. Where one is not
         there, a builtin serves, or a default."""
         self.reads_whole = False
-        """Whether code reads objects of any class under names that do not stand in it."""
+        """Whether code reads objects under names that do not stand in it."""
 
     def lacks(self, other: "CodeNotes") -> bool:
         """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
@@ -420,9 +418,16 @@ class StateReads(Traversal):
                 yield from self._follow_named([method.__self__], objects.names_in(fn.__code__))
 
     def _visit_compiled(self, value: Any, path: Any) -> Edges:
-        if objects.is_finder(value):
-            self._refuse(f"{value.__name__}() under another name")
+        self._refuse_hiding(value)
         return super()._visit_compiled(value, path)
+
+    def _visit_class(self, kind: type, path: Any) -> Edges:
+        self._refuse_hiding(kind)
+        return super()._visit_class(kind, path)
+
+    def _refuse_hiding(self, value: Any) -> None:
+        if objects.hides(value):
+            self._refuse(f"{value.__name__}() under another name")
 
     def _visit_cell(self, cell: types.CellType, path: Any) -> Edges:
         self.readers.append(Reader(partial(objects.cell_value, cell), "cell", cell))
@@ -472,13 +477,13 @@ class StateReads(Traversal):
             self._compare(table, self._names.intersection(table).union(ran))
             return ()
         self.readers.append(Reader(partial(getattr, kind, "__mro__"), "__mro__", kind))
-        is_whole = self._all or any(issubclass(each, kind) for each in self._notes.whole_types)
         read = [
             name
             for name, held in table.items()
-            if self._is_read(name, held, is_whole=is_whole and _is_data_of(nested, held))
+            if self._is_read(name, held, is_whole=self._all and _is_data_of(nested, held))
         ]
-        return [*self._compare(table, read), *dict.items(table.get("_member_map_", {}))]
+        held = ((n, one) for n, one in self._compare(table, read) if not objects.shows(one, n))
+        return [*held, *dict.items(table.get("_member_map_", {}))]
 
     def _is_read(self, name: str, member: Any, *, is_whole: bool) -> bool:
         """Whether code reads a class attribute: a method that ran, or another one under a name of the code; data under
@@ -497,8 +502,7 @@ class StateReads(Traversal):
 
     def _runs(self, fn: types.FunctionType) -> bool:
         """Whether its code ran, or any may have; or code may take it apart."""
-        is_whole = self._all or types.FunctionType in self._notes.whole_types
-        may_run = not self._is_traced or is_whole or not HELD_BY_FUNCTIONS.isdisjoint(self._names)
+        may_run = not self._is_traced or self._all or not HELD_BY_FUNCTIONS.isdisjoint(self._names)
         return may_run or id(fn.__code__) in self._notes.codes
 
     def _visit_function(self, fn: types.FunctionType, path: Any) -> Edges:
@@ -506,10 +510,9 @@ class StateReads(Traversal):
         edges = super()._visit_function(fn, path)
         if objects.is_library_code(fn.__code__.co_filename):
             return edges
-        is_whole = self._all or types.FunctionType in self._notes.whole_types
         ran = self._runs(fn)
         parts = [name for name in _RUN_OF_FUNCTIONS if name in self._names or (ran and getattr(fn, name))]
-        parts += [name for name in _SAID_OF_FUNCTIONS if name in self._names or is_whole]
+        parts += [name for name in _SAID_OF_FUNCTIONS if name in self._names or self._all]
         self.readers += (Reader(partial(getattr, fn, name), name, fn) for name in parts)
         if not ran:
             return edges
@@ -530,7 +533,7 @@ class StateReads(Traversal):
             return ()
         self.attributes.append((table, present))
         held = ((n, table[n]) for n in present if not (self._is_traced and holds_modules(table, n)))
-        return [(n, one) for n, one in held if vars(builtins).get(n) is not one]
+        return [(n, one) for n, one in held if vars(builtins).get(n) is not one and not objects.shows(one, n)]
 
     def _named(self, kind: type, own: Iterable[str]) -> frozenset[str]:
         """The names to compare of an object of a class: those of the user's code, where libraries wrote some of the
@@ -541,7 +544,7 @@ class StateReads(Traversal):
         return frozenset(own) if names is None else names
 
     def _names_for(self, kind: type) -> frozenset[str] | None:
-        if self._all or kind in self._notes.whole_types or issubclass(kind, _CLASSES_READ_WHOLE):
+        if self._all or issubclass(kind, _CLASSES_READ_WHOLE):
             return None
         users = self._kinds[kind].users
         if any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in users):

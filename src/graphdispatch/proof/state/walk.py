@@ -57,12 +57,9 @@ class StateWalk(Traversal):
         self._follows_all = False
         self.has_opaque = False
         """Whether it met something that nobody can compare, or a cache, which may come to hold such."""
-        self.has_accessor = False
-        """Whether it met a compiled function by which code may read or write attributes under any name."""
-        self.has_identity = False
-        """Whether it met one by which code may compare objects by identity."""
         self.has_changer = False
-        """Whether it met one by which code may change containers under no name: ``partial(queue.append, 1)``."""
+        """Whether it met a compiled function by which code may change containers under no name:
+        ``partial(queue.append, 1)``."""
         self.has_unrestorable = False
         """Whether something opaque is no thread, lock or other machine: ``restore`` cannot put that back."""
         self.overflow: str | None = None
@@ -115,7 +112,7 @@ class StateWalk(Traversal):
         for name in names:
             if name not in noted:
                 noted[name] = value = table.get(name, ABSENT)
-                if not (holds_modules(table, name) or objects.is_recognized(value, name)):
+                if not (holds_modules(table, name) or objects.shows(value, name)):
                     self.visit(value, ((), f"{where}.{name}"))
 
     def visit_all_variables(self, table: dict[str, Any], where: str) -> list[str]:
@@ -255,7 +252,7 @@ class StateWalk(Traversal):
             keys = dict.keys(value) if issubclass(type(value), dict) else ()
             return chain(snapshot.labelled(value, held).items(), (("[key]", key) for key in keys))
         if accessor is snapshot.CLASS:
-            held = {n: one for n, one in held.items() if not (objects.describes(n) or objects.is_recognized(one, n))}
+            held = {n: one for n, one in held.items() if not (objects.describes(n) or objects.shows(one, n))}
         return ((f".{name}", one) for name, one in held.items() if name not in objects.DESCRIBES)
 
     def _variables_of(self, table: dict[str, Any]) -> Edges:
@@ -280,10 +277,8 @@ class StateWalk(Traversal):
         return super()._visit_module(module, path)
 
     def _visit_compiled(self, value: Any, path: Any) -> Edges:
-        self.has_accessor |= objects.is_accessor(value)
-        self.has_identity |= objects.is_by_identity(value)
         self.has_changer |= value.__name__ in CHANGES
-        self.has_opaque |= objects.is_finder(value)
+        self._note_hiding(value)
         return super()._visit_compiled(value, path)
 
     def _visit_cell(self, cell: types.CellType, path: Any) -> Edges:
@@ -304,8 +299,12 @@ class StateWalk(Traversal):
         return super()._visit_instance(value, path)
 
     def _visit_class(self, kind: type, path: Any) -> Edges:
-        self.has_accessor |= objects.is_accessor(kind)
+        self._note_hiding(kind)
         return super()._visit_class(kind, path)
+
+    def _note_hiding(self, value: Any) -> None:
+        if objects.hides(value):
+            self.has_opaque = self.has_unrestorable = True
 
     def _visit_function(self, fn: types.FunctionType, path: Any) -> Edges:
         self._functions.append((fn, path))

@@ -95,13 +95,8 @@ class CodeReads(NamedTuple):
     compared: frozenset[str]
     """What it compares objects with by identity, as it is written: ``a is b``, ``a is self.b``, ``id(a)``. Constants
     and builtins are left out."""
-    whole_others: bool
-    """Whether it reads another object than its first parameter under names that do not stand in it: ``vars(x)``,
-    ``getattr(x, name)``."""
-    whole_self: bool
-    """Whether it reads its first parameter so. Both may be true."""
-    whole_variables: bool
-    """Whether it may do so with a variable: not with its parameters and their attributes alone."""
+    reads_whole: bool
+    """Whether it reads objects under names that do not stand in it: ``vars(x)``, ``getattr(x, name)``."""
     finds_modules: bool
     """Whether it may find any module in an attribute ``modules``, which may be that of ``sys``: under a name that is no
     constant and not its own, or it passes the dict on. Not where it only looks whether a module is loaded whose name an
@@ -197,8 +192,7 @@ def code_reads(code: CodeType) -> CodeReads:
     attributes, variables, imports, compared = (set[str]() for _ in range(4))
     is_plain = _LOOKED_AT.isdisjoint(code.co_names) and not (_takes_type(code) or {*code.co_code[::2]} & _LOOKED_AT_OPS)
     instructions = list(instructions_of(code, _NAMING_OPS) if is_plain else instructions_of(code))
-    owner, passed_on, kept = _parameters(code, instructions)
-    of_self = of_others = of_variables = False
+    passed_on, reads_whole = _name_passed_on(code, instructions), False
     for index, instruction in enumerate(instructions):
         kind, name = instruction.opname, instruction.argval
         if kind in _ATTRIBUTES:
@@ -212,35 +206,22 @@ def code_reads(code: CodeType) -> CodeReads:
         if kind not in _NAMING or name not in _ANY:
             continue
         following = instructions[index + 1 :]
-        if kind in _VARIABLES:
-            first = next(iter(_arguments(following)), [])
-            is_own = bool(first) and _loads(first[-1], owner)
-            is_given = _is_attribute_of(first, kept)
-            reads_whole = False
-        else:
-            is_own = name == "__dict__" and index > 0 and _loads(instructions[index - 1], owner, at=-1)
-            root = next((i for i in reversed(instructions[:index]) if i.opname != "LOAD_ATTR"), None)
-            is_given = root is not None and any(_loads(root, parameter, at=-1) for parameter in kept)
-            reads_whole = name in _TEMPLATES and not _is_method(instruction)
         if name == "__getattribute__" and code.co_name in _ACCESS:  # of the object itself, all of which is compared
             continue
-        reads_whole = reads_whole or name in _WHOLE or (name in _GETTERS and not _gets_constants(name, following))
-        if reads_whole or (name in BY_NAME and not _names_a_constant(following, passed_on)):
-            of_self, of_others = of_self or is_own, of_others or not is_own
-            of_variables = of_variables or not is_given
+        is_kept = name in _TEMPLATES and kind in _ATTRIBUTES and not _is_method(instruction)
+        is_whole = is_kept or name in _WHOLE or (name in _GETTERS and not _gets_constants(name, following))
+        is_made = name in BY_NAME and not _names_a_constant(following, passed_on)
+        reads_whole = reads_whole or is_whole or is_made
     texts = frozenset(text for text in code.co_consts if isinstance(text, str) and len(text) < 200)
     matches = [instruction.arg for instruction in instructions if instruction.opname == "MATCH_CLASS"]
     attributes.update(_named_by_texts(texts), _texts_in_tuples(code) if matches else ())
-    of_others = of_others or any(matches)  # the class says which attributes stand in which place
     return CodeReads(
         frozenset(attributes),
         frozenset(variables),
         frozenset(imports),
         texts,
         frozenset(compared - {code.co_name}) | _telling(attributes | variables, variables),  # itself is a function
-        of_others,
-        of_self,
-        of_variables,
+        reads_whole or any(matches),  # the class says which attributes stand in which place
         "modules" in texts or ("modules" in code.co_names and _finds_modules(code, instructions)),
         "" if is_plain else _number_compared(code, instructions),
     )
@@ -297,15 +278,13 @@ def _is_method(instruction: Instruction) -> bool:
     return instruction.opname == "LOAD_METHOD" or is_flagged
 
 
-def _parameters(code: CodeType, instructions: Iterable[Instruction]) -> tuple[str | None, str | None, frozenset[str]]:
-    """The first parameter, unless the code assigns it; the parameter with the name that ``__getattr__`` looks up; and
-    all parameters that the code does not assign."""
-    owner, name, *_ = (*code.co_varnames[: code.co_argcount], None, None)
-    stores = (i for i in instructions if i.opname.startswith(("STORE_FAST", "DELETE_FAST")))
-    stored = {one for i in stores for one in (i.argval if type(i.argval) is tuple else (i.argval,))}
-    is_access = code.co_name in _ACCESS and name not in stored
-    kept = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]) - stored
-    return None if owner in stored else owner, name if is_access else None, kept
+def _name_passed_on(code: CodeType, instructions: Iterable[Instruction]) -> str | None:
+    """The parameter with the name that ``__getattr__`` looks up, unless the code assigns that."""
+    if code.co_name not in _ACCESS or code.co_argcount < 2:
+        return None
+    name = code.co_varnames[1]
+    stores = (i.argval for i in instructions if i.opname.startswith(("STORE_FAST", "DELETE_FAST")))
+    return None if any(name in (one if type(one) is tuple else (one,)) for one in stores) else name
 
 
 @per_code
@@ -329,8 +308,7 @@ def assigned_by(code: CodeType) -> frozenset[str]:
 def assigns_made_names(code: CodeType) -> bool:
     """Whether code may assign attributes whose names do not stand in it."""
     reads = code_reads(code)
-    is_whole = bool(reads.variables & _SETTERS) and (reads.whole_self or reads.whole_others)
-    return is_whole or not WRITE_ANY.isdisjoint(reads.attributes)
+    return (bool(reads.variables & _SETTERS) and reads.reads_whole) or not WRITE_ANY.isdisjoint(reads.attributes)
 
 
 @per_code
@@ -414,12 +392,6 @@ def _loads(instruction: Instruction, variable: str | None, at: int = 0) -> bool:
         return False
     loaded = instruction.argval
     return bool((loaded[at] if type(loaded) is tuple else loaded) == variable)
-
-
-def _is_attribute_of(chain: Sequence[Instruction], parameters: Iterable[str]) -> bool:
-    """Whether ``chain`` loads one of the parameters or an attribute of one (``self.config``), and nothing else."""
-    is_chain = bool(chain) and all(i.opname == "LOAD_ATTR" for i in chain[1:])
-    return is_chain and any(_loads(chain[0], parameter) for parameter in parameters)
 
 
 def _arguments(following: Sequence[Instruction]) -> list[Sequence[Instruction]]:

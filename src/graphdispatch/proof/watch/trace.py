@@ -81,7 +81,7 @@ _HIDES = frozenset(("DisableTorchFunction", "_disable_current_modes", "_pop_mode
 """What switches off the modes of torch that watch a run."""
 _CALL_OF_MODULE = torch.nn.Module._call_impl.__qualname__
 _HOOKING = {id(fn.__code__) for fn in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)}
-"""What registers a hook of a tensor."""
+"""What registers a hook of a tensor, by ``id``: read at each call, as it depends on the tensor."""
 _START = threading.Thread.start.__code__
 """A run has to end before it: it notes the thread as one that lives, until it has begun."""
 _IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
@@ -146,8 +146,6 @@ class CodeTrace(CodeNotes, CodeListener):
         """The code that ran, in breaks and outside, by ``id``: that of two copies of a file is equal."""
         self._nested = set[int]()
         """Code that is defined inside code that was read, by ``id``."""
-        self._each_time = set(_HOOKING)
-        """Code that is read at each call, by ``id``: what it reads depends on what it is given."""
 
     @property
     def changes(self) -> Changes:
@@ -155,7 +153,7 @@ class CodeTrace(CodeNotes, CodeListener):
         both = (self, self.of_breaks)
         codes = [*self.codes.values(), *self.of_breaks.codes.values(), *self._run_beside.values()]
         changers = [code for code in codes if changes_containers(code) and not _changes_its_own(code)]
-        reads_whole = self.is_deaf or any(notes.reads_whole or notes.whole_types for notes in both)
+        reads_whole = self.is_deaf or any(notes.reads_whole for notes in both)
         used: set[str] | None = None if reads_whole or self.walk.has_changer else set()
         if changers and used is not None:
             used.update(*(notes.used | (notes.library_names - TABLES) for notes in both))
@@ -184,8 +182,6 @@ class CodeTrace(CodeNotes, CodeListener):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self.end()
         self.is_deaf |= not self._is_heard
-        for notes in (self, self.of_breaks):
-            notes.reads_whole |= self.walk.has_accessor
         refusal = self.refusal()
         if refusal is not None and (error is None or isinstance(error, (Exception, _SparedError))):
             raise refusal from None
@@ -308,7 +304,7 @@ class CodeTrace(CodeNotes, CodeListener):
             place = id(code), notes is self
             is_new = place not in self._heard_of
             self._heard_of[place] = code
-            if is_new or id(code) in self._each_time:
+            if is_new or id(code) in _HOOKING:
                 notes.codes[id(code)] = code
                 try:
                     with _disable_current_modes():  # which would take what is looked at for operators of the run
@@ -316,7 +312,7 @@ class CodeTrace(CodeNotes, CodeListener):
                 except Exception as error:  # which would end the user's call
                     self.is_deaf = True
                     _log.debug("cannot tell what %s reads: %r", code.co_name, error)
-            if not self._depth and id(code) not in self._each_time:
+            if not self._depth and id(code) not in _HOOKING:
                 self.plain[id(code)] = code
             # A method of a lock, event or thread that somebody else holds: nothing could put back what it does.
             first = frame.f_locals.get(code.co_varnames[0]) if is_new and self.spares and code.co_argcount else None
@@ -347,16 +343,7 @@ class CodeTrace(CodeNotes, CodeListener):
             return
         notes.names |= reads.attributes
         self._note_optional(reads)
-        notes.reads_whole |= reads.whole_others
-        if reads.whole_self:
-            self._each_time.add(id(code))
-            kind = type(first := frame.f_locals.get(code.co_varnames[0]))
-            if issubclass(kind, (type, types.ModuleType)) or any(
-                "__getattr__" in vars(c) for c in objects.user_classes(kind)
-            ):
-                notes.reads_whole = True  # of whatever class, and of what the object gives in its place
-            else:
-                notes.whole_types.add(type(first))
+        notes.reads_whole |= reads.reads_whole
         self._note_variables(notes, code, frame.f_globals, reads)
         spared = _OF_GENERICS if path.endswith(("typing.py", "typing_extensions.py")) else set[str]()
         described = sorted(code_reads(code).attributes & (objects.DESCRIBES | {"__globals__"}) - spared)
@@ -416,7 +403,7 @@ class CodeTrace(CodeNotes, CodeListener):
         reads = code_reads(code)
         # An import takes names that stand in the code that imports.
         is_named = code is _UPDATE_WRAPPER or code.co_filename.startswith("<frozen importlib")
-        if (reads.whole_others or reads.whole_self) and not is_named and _is_for_user(frame):
+        if reads.reads_whole and not is_named and _is_for_user(frame):
             notes.reads_whole = True
 
     def _note_settings(self, used: Collection[str]) -> None:
@@ -454,7 +441,7 @@ class CodeTrace(CodeNotes, CodeListener):
             if id(table) not in seen and (is_module or (type(table) is dict and "__builtins__" in table)):
                 seen.add(id(table))
                 names, where = [name for name in reads.attributes if name in table], str(table.get("__name__", ""))
-                if (reads.whole_variables or self.walk.has_accessor) and is_module and objects.is_whole(module):
+                if reads.reads_whole and is_module and objects.is_whole(module):
                     names = self.walk.visit_all_variables(table, where)
                 self._use(notes, table, names, where)
                 if table is vars(sys) and "modules" in names:
