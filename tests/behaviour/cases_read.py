@@ -32,20 +32,13 @@ from torch import Tensor, nn, ones, zeros
 
 import graphdispatch as gd
 
-from .cases import KEPT, PATCH, READS, Box, Fn, Made, Read, Slots, Slotted
+from .cases import KEPT, PATCH, READS, Box, Fn, Made, Read, Slotted
 from .ways import PIECEWISE, WAYS
 
 __all__ = ["KEPT", "READS"]
 
 Change = Callable[[Any], Any]
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    """Settings that nobody rebinds."""
-
-    k: list[float]
 
 
 def which(held: Any) -> float:
@@ -449,12 +442,9 @@ run("equal list beside a global tensor in its place", KEPT)(
 kept("equal nest in its place")(
     lambda: Box(k={"a": [1, (2.0, {3})]}), lambda h: h.k["a"][1][0], put(k={"a": [1, (2.0, {3})]})
 )
-kept("equal frozen dataclass in its place")(lambda: Box(k=Frozen([2.0])), lambda h: h.k.k[0], put(k=Frozen([2.0])))
 read("unequal list in its place")(lambda: Box(k=[2.0]), lambda h: h.k[0], put(k=[5.0]))
 read("longer list in its place")(lambda: Box(k=[2.0]), lambda h: sum(h.k), put(k=[2.0, 3.0]))
 read("list of another class in its place")(lambda: Box(k=[2.0]), lambda h: float(isinstance(h.k, tuple)), put(k=(2.0,)))
-read("unequal frozen dataclass in its place")(lambda: Box(k=Frozen([2.0])), lambda h: h.k.k[0], put(k=Frozen([5.0])))
-read("frozen dataclass with another slot in its place")(lambda: Box(k=Slots(2.0)), lambda h: h.k.k, put(k=Slots(5.0)))
 read("list_in_two_places", row=True)(lambda: Box(a=(one := [2]), b=one), which, lambda h: to(h, a=[2], b=[2]))
 read("list_in_two_places: from now on")(lambda: Box(a=[2], b=[2]), which, lambda h: to(h, a=(one := [2]), b=one))
 read("list_in_two_places: that of the other")(lambda: Box(a=[2], b=[2]), which, lambda h: to(h, a=h.b))

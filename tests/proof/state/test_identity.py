@@ -97,18 +97,3 @@ def test_numbers_that_are_compared_are_no_objects() -> None:
         check_calls(step, (batch(4), batch(4)))
     assert step.last_decision.reason.is_graph
     assert all(entry.licence.metadata is None for entry in step.entries)
-
-
-def test_types_that_are_compared_are_no_tensors() -> None:
-    """Hits of code that compares types, constants and builtins stay plain."""
-    plain = Box(k=2.0)
-
-    def fn(x: Tensor, y: Tensor) -> Tensor:
-        is_plain = type(x) is type(y) and x.dtype is y.dtype and type(plain.k) is not int and y is not None
-        return x * 2 if is_plain and type(x) is Tensor else y * 3
-
-    step = make(fn, dynamic={"x": 0, "y": 0})
-    for _ in range(5):
-        check_calls(step, (batch(4), batch(4)))
-    assert step.last_decision.reason.is_graph
-    assert all(entry.licence.metadata is None for entry in step.entries)

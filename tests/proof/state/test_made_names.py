@@ -127,6 +127,13 @@ def test_what_is_read_under_a_computed_name_is_compared(made: ModuleType, name: 
     check_rows(step, 4, 3)
 
 
+def test_modules_beside_do_not_count(made: ModuleType) -> None:
+    """Where code reads parts of its parameters under made-up names, it reads no module that it names."""
+    step = make(made.beside)
+    check_rows(step, *[4] * 6)
+    assert step.stats.hits
+
+
 def test_a_class_in_a_class_counts_once(made: ModuleType) -> None:
     """The runs of captures are undone there, too."""
     step = make(made.counts)

@@ -174,9 +174,8 @@ class StateGuard:
             return list(map(torch.Tensor.data_ptr, self.placed)), list(map(list, forms))
 
     def renewed(self) -> "StateGuard | None":
-        """A guard of the present state, if that differs from the guard's own only by containers, or by instances of
-        frozen dataclasses, each in all places of another one that held the same; else None. It watches what is there
-        now."""
+        """A guard of the present state, if that differs from the guard's own only by containers, each in all places of
+        another one that held the same; else None. It watches what is there now."""
         moved: dict[int, Any] = {}
         try:
             now, held = self._now(), self._held

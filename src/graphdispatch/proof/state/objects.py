@@ -454,8 +454,8 @@ def is_same_constant(a: Any, b: Any) -> bool:
 
 
 def equal_content(new: Any, old: Any, moved: MutableMapping[int, Any] | None = None, depth: int = _DEEPEST) -> bool:
-    """Whether an object is another one or holds the same: equal constants, containers or frozen dataclasses. What a
-    container held earlier is not known here.
+    """Whether an object is another one or holds the same: equal constants or containers. What a container held
+    earlier is not known here.
 
     Args:
         new: The object in the place of ``old``.
@@ -469,24 +469,13 @@ def equal_content(new: Any, old: Any, moved: MutableMapping[int, Any] | None = N
     kind = type(new)
     if kind is not type(old) or not depth:
         return False
-    if _is_frozen(kind):
-        held = [vars(new)], [vars(old)]
-    elif kind in _EQUAL_BY_CONTENT or (issubclass(kind, tuple) and not kind.__dictoffset__):
-        held = content(new), content(old)
-    else:
+    if kind not in _EQUAL_BY_CONTENT and (not issubclass(kind, tuple) or kind.__dictoffset__):
         return False
     if moved is not None and moved.setdefault(id(old), new) is not new:
         return False
-    pairs = zip(*held, strict=False)
-    return len(held[0]) == len(held[1]) and all(equal_content(a, b, moved, depth - 1) for a, b in pairs)
-
-
-def _is_frozen(kind: type) -> bool:
-    """Whether it is a frozen dataclass whose instances keep everything in a table: nothing in slots, or in memory of
-    compiled code."""
-    parameters = getattr(kind, "__dataclass_params__", None)
-    is_frozen = parameters is not None and parameters.frozen and kind.__dictoffset__ != 0
-    return is_frozen and written_classes(kind) == type.mro(kind)[:-1] and not slots_of(kind)
+    held, former = content(new), content(old)
+    pairs = zip(held, former, strict=False)
+    return len(held) == len(former) and all(equal_content(a, b, moved, depth - 1) for a, b in pairs)
 
 
 def same_callable(a: Any, b: Any) -> bool:

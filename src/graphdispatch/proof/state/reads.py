@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...backends.code_events import is_own_code
+from ...backends.code_events import is_own_code, is_torch_code
 from ...backends.operators import is_strided
 from ...runtime.attributes import attribute_table, content
 from ..watch.bytecode import code_reads, original_of
@@ -196,7 +196,8 @@ def metadata_names(codes: Collection[types.CodeType], *, compares: bool, has_gap
     theirs = [code for code in others if not is_library_code(code.co_filename)]
     # Torch's attention compares the query with the key.
     compares = compares or any(code_reads(code).compared for code in theirs)
-    compares = compares or any(not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others)
+    torchs = (code for code in others if is_torch_code(code.co_filename))
+    compares = compares or any(not code_reads(code).compared.isdisjoint(code.co_varnames) for code in torchs)
     used = set().union(*(code_reads(code).attributes for code in theirs))
     compares = (
         compares or any(code in _KEYS_BY_IDENTITY for code in others) or not used.isdisjoint(("_cdata", "is_set_to"))

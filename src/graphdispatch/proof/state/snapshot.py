@@ -11,7 +11,6 @@ import re
 import types
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -237,23 +236,12 @@ def _read_form(array: Any) -> tuple[Any, ...]:
     return (*(member.__get__(array) for member in _FORM), array.flags.writeable)
 
 
-def _write_form(array: Any, before: tuple[Any, ...]) -> None:
-    """Give a NumPy array its type, shape and strides back."""
-    dtype, shape, strides, _ = before
-    for first in (array.shape, shape, -1):  # a type fits some shapes alone; and rows with gaps between them, too
-        with suppress(AttributeError, ValueError):
-            array.shape = first
-            array.dtype, array.shape = dtype, shape
-            break
-    if array.strides != strides:
-        array.strides = strides
-
-
 def _write_array(array: Any, before: tuple[tuple[Any, ...], bytes]) -> None:
     """Give a NumPy array its form and numbers back, and whether code may write to it."""
     form, numbers = before
-    if _read_form(array)[:-1] != form[:-1]:
-        _write_form(array, form)
+    for name, held, now in zip(("dtype", "shape", "strides"), form, _read_form(array), strict=False):
+        if held != now:
+            setattr(array, name, held)
     if np.ndarray.tobytes(array) != numbers:
         array.flags.writeable = True
         array[...] = np.frombuffer(numbers, dtype=array.dtype).reshape(array.shape)

@@ -17,29 +17,21 @@ class Results:
     While its own table has the same keys and values, nothing else is looked at.
     """
 
-    __slots__ = ("_cache", "_kept", "_latest", "_table")
+    __slots__ = ("_kept", "_latest", "_table")
 
     def __init__(self, cache: Any) -> None:
-        self._cache, self._table = cache, objects.results_of(cache)
-        self._latest = content(self._table)
-        self._kept = _results_in(cache)
+        self._table = objects.results_of(cache)
+        self._kept = self._latest = content(self._table)
 
     def __call__(self) -> bool:
         """Whether it holds all that it held."""
         now, latest = content(self._table), self._latest
         if len(now) == len(latest) and all(map(is_, now, latest)):
             return True
-        holds = self._kept <= _results_in(self._cache)
-        if holds:
-            self._latest = now  # objects that are held, so that none can get the address of another
-        return holds
-
-
-def _results_in(cache: Any) -> set[Any]:
-    """What a ``functools.lru_cache`` holds: constants by value, objects by identity."""
-    outer = objects.referents(cache)
-    every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
-    return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
+        if not set(map(id, self._kept)).issubset(map(id, now)):
+            return False
+        self._latest = now  # objects that are held, so that none can get the address of another
+        return True
 
 
 def matters(value: Any, depth: int = 3) -> bool:

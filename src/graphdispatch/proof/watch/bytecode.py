@@ -45,7 +45,7 @@ WRITE_ANY = frozenset(("__setattr__", "__delattr__", "__set__", "__delete__", "_
 _WHOLE = frozenset(
     (
         *("vars", "dir", "__dir__", "__dict__", "__getattribute__", "__get__", "__getstate__", "__reduce__"),
-        *("__reduce_ex__", "__pydantic_serializer__"),
+        *("__reduce_ex__", "__pydantic_serializer__", "attrgetter", "methodcaller"),
     )
 )
 _TEMPLATES = frozenset(("format", "format_map"))
@@ -56,10 +56,8 @@ READ_WHOLE = _WHOLE | _TEMPLATES | WRITE_ANY
 
 TELLS_IDENTITY = frozenset(("is_", "is_not", "__eq__", "__ne__", "__hash__", "__repr__"))
 """Functions and methods of every object that tell it from others."""
-_GETTERS = ("attrgetter", "methodcaller")
-"""Those that make something which reads an attribute."""
 _ACCESS = ("__getattr__", "__getattribute__")
-_ANY = READ_WHOLE.union(BY_NAME, _GETTERS)
+_ANY = READ_WHOLE.union(BY_NAME)
 
 
 _STORED = ("ATTR", "GLOBAL", "NAME", "DEREF", "SUBSCR", "SLICE")
@@ -97,6 +95,8 @@ class CodeReads(NamedTuple):
     and builtins are left out."""
     reads_whole: bool
     """Whether it reads objects under names that do not stand in it: ``vars(x)``, ``getattr(x, name)``."""
+    whole_variables: bool
+    """Whether it may do so with a variable: not with its parameters and their attributes alone."""
     finds_modules: bool
     """Whether it may find any module in an attribute ``modules``, which may be that of ``sys``: under a name that is no
     constant and not its own, or it passes the dict on. Not where it only looks whether a module is loaded whose name an
@@ -192,7 +192,9 @@ def code_reads(code: CodeType) -> CodeReads:
     attributes, variables, imports, compared = (set[str]() for _ in range(4))
     is_plain = _LOOKED_AT.isdisjoint(code.co_names) and not (_takes_type(code) or {*code.co_code[::2]} & _LOOKED_AT_OPS)
     instructions = list(instructions_of(code, _NAMING_OPS) if is_plain else instructions_of(code))
-    passed_on, reads_whole = _name_passed_on(code, instructions), False
+    given = _parameters(code, instructions)
+    passed_on = given[1] if code.co_name in _ACCESS and given[1:] else None  # the name that it looks up
+    reads_whole = of_variables = False
     for index, instruction in enumerate(instructions):
         kind, name = instruction.opname, instruction.argval
         if kind in _ATTRIBUTES:
@@ -202,16 +204,19 @@ def code_reads(code: CodeType) -> CodeReads:
         elif kind == "IMPORT_NAME":
             imports.add(name)
         elif kind == "IS_OP":
-            compared.update(_compared_with(instructions[:index]))
+            compared.update(_compared_with(instructions[index - 1]))
         if kind not in _NAMING or name not in _ANY:
             continue
         following = instructions[index + 1 :]
         if name == "__getattribute__" and code.co_name in _ACCESS:  # of the object itself, all of which is compared
             continue
         is_kept = name in _TEMPLATES and kind in _ATTRIBUTES and not _is_method(instruction)
-        is_whole = is_kept or name in _WHOLE or (name in _GETTERS and not _gets_constants(name, following))
         is_made = name in BY_NAME and not _names_a_constant(following, passed_on)
-        reads_whole = reads_whole or is_whole or is_made
+        if is_kept or is_made or name in _WHOLE:
+            loaded = next(iter(_arguments(following)), ()) if kind in _VARIABLES else instructions[:index]
+            root = next((one for one in reversed(loaded) if one.opname != "LOAD_ATTR"), None)
+            reads_whole = True
+            of_variables = of_variables or root is None or not any(_loads(root, one, at=-1) for one in given)
     texts = frozenset(text for text in code.co_consts if isinstance(text, str) and len(text) < 200)
     matches = [instruction.arg for instruction in instructions if instruction.opname == "MATCH_CLASS"]
     attributes.update(_named_by_texts(texts), _texts_in_tuples(code) if matches else ())
@@ -222,6 +227,7 @@ def code_reads(code: CodeType) -> CodeReads:
         texts,
         frozenset(compared - {code.co_name}) | _telling(attributes | variables, variables),  # itself is a function
         reads_whole or any(matches),  # the class says which attributes stand in which place
+        of_variables,
         "modules" in texts or ("modules" in code.co_names and _finds_modules(code, instructions)),
         "" if is_plain else _number_compared(code, instructions),
     )
@@ -278,13 +284,11 @@ def _is_method(instruction: Instruction) -> bool:
     return instruction.opname == "LOAD_METHOD" or is_flagged
 
 
-def _name_passed_on(code: CodeType, instructions: Iterable[Instruction]) -> str | None:
-    """The parameter with the name that ``__getattr__`` looks up, unless the code assigns that."""
-    if code.co_name not in _ACCESS or code.co_argcount < 2:
-        return None
-    name = code.co_varnames[1]
+def _parameters(code: CodeType, instructions: Iterable[Instruction]) -> Sequence[str]:
+    """The parameters that code does not assign."""
     stores = (i.argval for i in instructions if i.opname.startswith(("STORE_FAST", "DELETE_FAST")))
-    return None if any(name in (one if type(one) is tuple else (one,)) for one in stores) else name
+    stored = {name for one in stores for name in (one if type(one) is tuple else (one,))}
+    return [one for one in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if one not in stored]
 
 
 @per_code
@@ -335,7 +339,7 @@ def _number_compared(code: CodeType, kept: Sequence[Instruction]) -> str:
         return f"may ask for the type of a number, {file}:{code.co_firstlineno}"
     for place, one in enumerate(kept):
         what, before = "", kept[max(place - _LONGEST_COMPARISON, 0) : place]
-        if one.opname == "IS_OP" and any(map(_is_number, (before[-1], kept[_begin(kept, place - 1) - 1]))):
+        if one.opname == "IS_OP" and _is_number(before[-1]):
             what = "compares a number by identity (is)"
         elif takes_type and one.opname in _COMPARISONS:
             loaded = {str(each.argval) for each in before}
@@ -350,40 +354,15 @@ def _is_number(instruction: Instruction) -> bool:
     return instruction.opname.startswith("LOAD") and type(instruction.argval) in (int, float)
 
 
-def _begin(instructions: Sequence[Instruction], end: int) -> int:
-    """Where the code begins that pushes what the instruction at ``end`` leaves on the stack."""
-    pushed = 0
-    for place in range(end, -1, -1):
-        one = instructions[place]
-        pushed += one.effect()
-        if pushed > 0:
-            return place
-    return 0
-
-
-def _compared_with(before: Sequence[Instruction]) -> tuple[str, ...]:
-    """How code writes the second operand of ``is``, which ends ``before``; nothing if one of them cannot be a tensor: a
+def _compared_with(last: Instruction) -> tuple[str, ...]:
+    """How code writes the second operand of ``is``, which ends with ``last``; nothing if that cannot be a tensor: a
     constant, a builtin, a type."""
-    last = before[-1]
     if type(last.argval) is tuple:  # both operands are variables, from 3.13 on
         return last.argval[-1:]
-    middle = _begin(before, len(before) - 1)
     is_builtin = last.opname in _VARIABLES and hasattr(builtins, str(last.argval))
-    # From 3.13 on the first operand may be loaded together with what the second begins with.
-    first = before[:middle] if type(before[middle].argval) is not tuple else ()
-    if last.opname in ("LOAD_CONST", "LOAD_SMALL_INT") or is_builtin or any(map(_gives_type, (first, before[middle:]))):
+    if last.opname in ("LOAD_CONST", "LOAD_SMALL_INT") or is_builtin or last.argval in _TYPES:
         return ()
     return (last.argval if type(last.argval) is str else last.opname,)
-
-
-def _gives_type(before: Sequence[Instruction]) -> bool:
-    """Whether code that just ran ``before`` has a type at hand, or something else that no tensor is."""
-    last = before[-1] if before else None
-    if last is None or last.opname != "CALL":
-        return last is not None and last.opname == "LOAD_ATTR" and last.argval in _TYPES
-    begin = _begin(before, len(before) - (3 if before[-2].opname == "PRECALL" else 2))
-    called = [one for one in before[:begin] if one.opname != "PUSH_NULL"]
-    return last.arg == 1 and bool(called) and called[-1].opname in _VARIABLES and called[-1].argval == "type"
 
 
 def _loads(instruction: Instruction, variable: str | None, at: int = 0) -> bool:
@@ -420,13 +399,6 @@ def _names_a_constant(following: Sequence[Instruction], variable: str | None) ->
     given = _arguments(following)
     second: Sequence[Instruction] = given[1] if len(given) > 1 else ()
     return len(second) == 1 and (_is_one_name(second[0]) or _loads(second[0], variable, at=-1))
-
-
-def _gets_constants(getter: str, following: Sequence[Instruction]) -> bool:
-    """Whether the call of ``attrgetter`` or ``methodcaller`` that ``following`` makes gets constants alone as names."""
-    given = _arguments(following)
-    names = given if getter == "attrgetter" else given[:1]
-    return bool(names) and all(len(name) == 1 and _is_one_name(name[0]) for name in names)
 
 
 def _is_one_name(instruction: Instruction) -> bool:

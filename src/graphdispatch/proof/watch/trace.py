@@ -441,7 +441,7 @@ class CodeTrace(CodeNotes, CodeListener):
             if id(table) not in seen and (is_module or (type(table) is dict and "__builtins__" in table)):
                 seen.add(id(table))
                 names, where = [name for name in reads.attributes if name in table], str(table.get("__name__", ""))
-                if reads.reads_whole and is_module and objects.is_whole(module):
+                if reads.whole_variables and is_module and objects.is_whole(module):
                     names = self.walk.visit_all_variables(table, where)
                 self._use(notes, table, names, where)
                 if table is vars(sys) and "modules" in names:
