@@ -4,7 +4,6 @@ import builtins
 import functools
 import sys
 import types
-from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -26,8 +25,7 @@ def test_names_that_stand_in_the_code_are_compared_alone() -> None:
     held = Plain(scale=2.0, other=1.0)
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        has = hasattr(held, "scale") and attrgetter("scale", "scale")(held)
-        return x * getattr(held, "scale") * (f"{has}" != "")  # noqa: B009
+        return x * getattr(held, "scale") * hasattr(held, "scale")  # noqa: B009
 
     step = make(fn)
     assert check_rows(step, *[4] * 5)[-1].is_graph

@@ -400,17 +400,15 @@ class StateReads(Traversal):
         own = (name for name in table if not f"{name}".startswith("__"))
         return self._compare_variables(table, own if self._all else self._names)
 
-    def _visit_opaque(self, value: Any, path: Any) -> Edges:
+    def _note_opaque(self, value: Any, path: Any) -> None:
         what = " of objects" if self._kinds[type(value)].role == "array" else ""
         self._refuse(f"a {type(value).__module__}.{type(value).__qualname__}{what}")
-        return ()
 
-    def _visit_tensor(self, tensor: torch.Tensor, path: Any) -> Edges:
+    def _note_tensor(self, tensor: torch.Tensor, path: Any) -> None:
         self.tensors.append(tensor)
         self.readers += _tensor_readers(tensor, self._names)
         if self._differentiates:
             self.readers += _readers_of_leaf(tensor)
-        return super()._visit_tensor(tensor, path)
 
     def _visit_method(self, method: Any, path: Any) -> Edges:
         yield from super()._visit_method(method, path)
@@ -418,36 +416,26 @@ class StateReads(Traversal):
             for fn in objects.functions_in(method.__func__):
                 yield from self._follow_named([method.__self__], objects.names_in(fn.__code__))
 
-    def _visit_compiled(self, value: Any, path: Any) -> Edges:
-        self._refuse_hiding(value)
-        return super()._visit_compiled(value, path)
-
-    def _visit_class(self, kind: type, path: Any) -> Edges:
-        self._refuse_hiding(kind)
-        return super()._visit_class(kind, path)
-
-    def _refuse_hiding(self, value: Any) -> None:
+    def _note_compiled(self, value: Any, path: Any) -> None:
         if objects.hides(value):
             self._refuse(f"{value.__name__}() under another name")
 
-    def _visit_cell(self, cell: types.CellType, path: Any) -> Edges:
-        self.readers.append(Reader(partial(objects.cell_value, cell), "cell", cell))
-        return super()._visit_cell(cell, path)
+    _note_class = _note_compiled
 
-    def _visit_reference(self, reference: Any, path: Any) -> Edges:
+    def _note_cell(self, cell: types.CellType, path: Any) -> None:
+        self.readers.append(Reader(partial(objects.cell_value, cell), "cell", cell))
+
+    def _note_reference(self, reference: Any, path: Any) -> None:
         kind = {ContextVar: "context", weakref.ref: "reference", weakref.KeyedRef: "reference"}.get(type(reference))
         self.readers.append(Reader(partial(objects.referent, reference), kind or "call", reference))
-        return super()._visit_reference(reference, path)
 
-    def _visit_generator(self, generator: Any, path: Any) -> Edges:
+    def _note_generator(self, generator: Any, path: Any) -> None:
         if any(issubclass(type(generator), home) and name in self._names for home, name in _STATES.items()):
             self.readers.append(Reader(partial(save_random((), generator).accessor.read, None)))
-        return super()._visit_generator(generator, path)
 
-    def _visit_instance(self, value: Any, path: Any) -> Edges:
+    def _note_instance(self, value: Any, path: Any) -> None:
         if self._is_traced and issubclass(type(value), objects.CACHES):
             self.readers.append(Reader(Results(value)))
-        return super()._visit_instance(value, path)
 
     def _visit_module(self, module: types.ModuleType, path: Any) -> Edges:
         """A module is compared as any object, since code may pass it on. Of one of a library it is noted what is read

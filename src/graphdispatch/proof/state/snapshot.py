@@ -163,21 +163,6 @@ def accessor_of_variables(names: dict[str, Any]) -> Accessor:
     return _accessor_of_members(read, dict.__setitem__, dict.__delitem__, is_by_name=True)
 
 
-def _names_in(table: dict[str, Any]) -> frozenset[str]:
-    """The names of a module's own variables: an import may add another module, and Python adds some of its own."""
-    held = table.copy().items()
-    return frozenset(name for name, one in held if name[:2] != "__" and not issubclass(type(one), types.ModuleType))
-
-
-def _drop_new(table: dict[str, Any], before: frozenset[str]) -> None:
-    for name in _names_in(table) - before:
-        del table[name]
-
-
-NAMES = Accessor(_names_in, _drop_new)
-"""Which variables a module has."""
-
-
 def accessor_of_slots(slots: dict[str, Any]) -> Accessor:
     """Reads and writes objects with slots, by the slots' descriptors."""
 

@@ -19,7 +19,6 @@ from .snapshot import Accessor
 
 Edges = Iterable[tuple[str, Any]]
 """What an object leads to, each with its label in a path."""
-_VISITS = {role: f"_visit_{role}" for role in objects.ROLES}
 PLAIN_CONTAINERS = frozenset(CONTAINERS)
 HELD_BY_FUNCTIONS = frozenset(("__closure__", "__defaults__", "__kwdefaults__"))
 """By these names code comes at what a function holds that does not run."""
@@ -28,13 +27,16 @@ HELD_BY_FUNCTIONS = frozenset(("__closure__", "__defaults__", "__kwdefaults__"))
 class Traversal:
     """Visits objects and what they lead to, each once, without a limit of depth. Holds all of them.
 
-    ``_visit_`` with the name of a role says where its objects lead. Of what an ``Accessor`` reads, ``_held_in`` of a
-    subclass says what counts.
+    ``_visit_`` with the name of a role says where its objects lead. If a subclass has ``_note_`` with that name, it is
+    called before. Of what an ``Accessor`` reads, ``_held_in`` of a subclass says what counts.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
+        self._by_role: dict[str, tuple[Callable[..., Edges], Callable[..., None] | None]] = {
+            role: (getattr(self, f"_visit_{role}"), getattr(self, f"_note_{role}", None)) for role in objects.ROLES
+        }
 
     def visit(self, value: Any, path: Any) -> None:
         """Follow ``value``, which was met at ``path``: a chain (path of its owner, label)."""
@@ -45,7 +47,9 @@ class Traversal:
             if id(value) in seen:
                 self._meet_again(value, path)
             elif role != "leaf" and self._meet(value, path):
-                edges: Callable[[Any, Any], Edges] = getattr(self, _VISITS[role])
+                edges, note = self._by_role[role]
+                if note is not None:
+                    note(value, path)
                 for label, held in edges(value, path):
                     if kinds[type(held)].role != "leaf":
                         pending.append((held, (path, label)))
@@ -75,8 +79,14 @@ class Traversal:
 
     def _visit_array(self, array: Any, path: Any) -> Edges:
         """Numbers; an array of objects nobody can compare."""
-        has_objects = array.dtype.hasobject
-        return self._visit_opaque(array, path) if has_objects else self._held_in(array, snapshot.ARRAY, path)
+        if not array.dtype.hasobject:
+            return self._held_in(array, snapshot.ARRAY, path)
+        self._note_opaque(array, path)
+        return ()
+
+    def _note_opaque(self, value: Any, path: Any) -> None:
+        """Note what nobody can compare."""
+        raise NotImplementedError
 
     def _visit_module(self, module: types.ModuleType, path: Any) -> Edges:
         return [("", type(module))]  # of its variables code names those that count

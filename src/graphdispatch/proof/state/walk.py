@@ -67,8 +67,6 @@ class StateWalk(Traversal):
         self._other_names: set[str] = set()
         """Of attributes by which it met containers again."""
         self._variables: dict[int, dict[str, Any]] = {}
-        self._whole = set[int]()
-        """The modules of which it noted which variables they have, by the ``id`` of their tables."""
         self._generators = [
             snapshot.save_random(((), name), home) for name, home in (("random", random), ("numpy.random", np.random))
         ]
@@ -114,13 +112,6 @@ class StateWalk(Traversal):
                 noted[name] = value = table.get(name, ABSENT)
                 if not (holds_modules(table, name) or objects.shows(value, name)):
                     self.visit(value, ((), f"{where}.{name}"))
-
-    def visit_all_variables(self, table: dict[str, Any], where: str) -> list[str]:
-        """Note which variables a module has, and give their names: code is about to use any of them."""
-        if id(table) not in self._whole:
-            self._whole.add(id(table))
-            self._save(((), where), table, snapshot.NAMES)
-        return [name for name in table if not name.startswith("__")]
 
     def beyond(self, roots: Iterable[tuple[str, Any]]) -> "StateWalk | None":
         """A walk over what these objects reach, by name, and this walk has not met; None if none of it can change.
@@ -259,66 +250,54 @@ class StateWalk(Traversal):
         self.user_namespaces.append(table)
         return ()  # they are followed by name
 
-    def _visit_opaque(self, value: Any, path: Any) -> Edges:
-        """What nobody can compare."""
+    def _note_opaque(self, value: Any, path: Any) -> None:
         self.has_opaque = True
         self.has_unrestorable |= not objects.is_machine(type(value))
-        return ()
 
-    def _visit_tensor(self, tensor: torch.Tensor, path: Any) -> Edges:
+    def _note_tensor(self, tensor: torch.Tensor, path: Any) -> None:
         self.tensors.append(tensor)
         if type(tensor) in _PLAIN_TENSORS and is_strided(tensor):
             self._save(path, tensor, snapshot.accessor_of_tensor(tensor))
-        return super()._visit_tensor(tensor, path)
 
-    def _visit_module(self, module: types.ModuleType, path: Any) -> Edges:
+    def _note_module(self, module: types.ModuleType, path: Any) -> None:
         if objects.is_followed(type(module)) and objects.is_user_module(module):
             self.user_namespaces.append(module)
-        return super()._visit_module(module, path)
 
-    def _visit_compiled(self, value: Any, path: Any) -> Edges:
+    def _note_compiled(self, value: Any, path: Any) -> None:
         self.has_changer |= value.__name__ in CHANGES
-        self._note_hiding(value)
-        return super()._visit_compiled(value, path)
+        self._note_class(value, path)
 
-    def _visit_cell(self, cell: types.CellType, path: Any) -> Edges:
+    def _note_class(self, value: Any, path: Any) -> None:
+        if objects.hides(value):
+            self._note_opaque(value, path)
+
+    def _note_cell(self, cell: types.CellType, path: Any) -> None:
         self._save(path, cell, snapshot.CELL)
-        return super()._visit_cell(cell, path)
 
-    def _visit_reference(self, reference: Any, path: Any) -> Edges:
+    def _note_reference(self, reference: Any, path: Any) -> None:
         if type(reference) is ContextVar:
             self._save(path, reference, snapshot.CONTEXT)
-        return super()._visit_reference(reference, path)
 
-    def _visit_generator(self, generator: Any, path: Any) -> Edges:
+    def _note_generator(self, generator: Any, path: Any) -> None:
         self._generators.append(snapshot.save_random(path, generator))
-        return super()._visit_generator(generator, path)
 
-    def _visit_instance(self, value: Any, path: Any) -> Edges:
+    def _note_instance(self, value: Any, path: Any) -> None:
         self.has_opaque |= issubclass(type(value), objects.CACHES)
-        return super()._visit_instance(value, path)
 
-    def _visit_class(self, kind: type, path: Any) -> Edges:
-        self._note_hiding(kind)
-        return super()._visit_class(kind, path)
-
-    def _note_hiding(self, value: Any) -> None:
-        if objects.hides(value):
-            self.has_opaque = self.has_unrestorable = True
-
-    def _visit_function(self, fn: types.FunctionType, path: Any) -> Edges:
+    def _note_function(self, fn: types.FunctionType, path: Any) -> None:
         self._functions.append((fn, path))
         self._parts += snapshot.parts_of(fn)
         self._waiting.setdefault(id(fn.__code__), []).append((fn, path))
-        return super()._visit_function(fn, path)
 
 
 class _WalkOfMade(StateWalk):
     """A walk over what a call makes, as the break that gets it may change it: see ``beyond``."""
 
     def _visit_tensor(self, tensor: torch.Tensor, path: Any) -> Edges:
-        self.tensors.append(tensor)
         return ()
+
+    def _note_tensor(self, tensor: torch.Tensor, path: Any) -> None:
+        self.tensors.append(tensor)
 
 
 def _attribute_of(path: Any) -> str:

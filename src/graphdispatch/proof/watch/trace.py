@@ -442,7 +442,7 @@ class CodeTrace(CodeNotes, CodeListener):
                 seen.add(id(table))
                 names, where = [name for name in reads.attributes if name in table], str(table.get("__name__", ""))
                 if reads.whole_variables and is_module and objects.is_whole(module):
-                    names = self.walk.visit_all_variables(table, where)
+                    self._note_unseen(f"variables of {where} under names that it makes up")
                 self._use(notes, table, names, where)
                 if table is vars(sys) and "modules" in names:
                     notes.note_variables(sys.modules, [HELD, *texts])
