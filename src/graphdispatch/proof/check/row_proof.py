@@ -28,6 +28,7 @@ from ...sizes import extents_text, lengths_of, pack
 from ..rows.batches import BatchSpace, LeftPathError
 from ..rows.run import RowRun
 from ..rows.verdict import Verdict
+from ..state.objects import is_library_code
 from ..state.reads import DIFFERENTIATES
 from ..watch.bytecode import code_reads
 from ..watch.effects import EffectRecorder
@@ -243,9 +244,8 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
     Its code is not traced while it takes the path of a batch whose code was traced. Where it leaves that, it ends
     before Python goes on, and another run is traced from the start.
     """
-    if what := next(
-        filter(None, (code_reads(code).number_compared for code in attempt.eager.trace.codes.values())), ""
-    ):
+    users = (code for code in attempt.eager.trace.codes.values() if not is_library_code(code.co_filename))
+    if what := next(filter(None, (code_reads(code).number_compared for code in users)), ""):
         return f"the code {what}"
     if not attempt.request.is_piecewise:  # where breaks may read data
         try:

@@ -22,8 +22,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ...backends.code_events import is_torch_code
-
 T = TypeVar("T")
 _MOST_KEPT = 8192
 _ATTRIBUTES = frozenset(
@@ -102,9 +100,9 @@ class CodeReads(NamedTuple):
     constant and not its own, or it passes the dict on. Not where it only looks whether a module is loaded whose name an
     attribute holds."""
     number_compared: str
-    """What it does with numbers that a size in a run of all batches is not: it compares one by ``is``, or, outside of
-    torch, may ask for the type of one (``type(n) in (int, float)``, ``isinstance(n, torch.SymInt)``); with its line.
-    Empty if it does neither."""
+    """What it does with numbers that a size in a run of all batches is not: it compares one by ``is``, or
+    may ask for the type of one (``type(n) in (int, float)``, ``isinstance(n, torch.SymInt)``); with its first
+    line. Empty if it does neither."""
 
 
 class Instruction(NamedTuple):
@@ -162,7 +160,8 @@ def instructions_of(code: CodeType, among: Container[int] = range(1, 256)) -> It
 _NAMING_OPS = {dis.opmap[name] for name in (*_NAMING, "IMPORT_NAME") if name in dis.opmap}
 _SYMBOLS = frozenset({"SymInt", "IntLikeType", "py_sym_types"})
 """Names of torch for the types that a size has in a run of all batches."""
-_LOOKED_AT = {*_ANY, "modules", *_SYMBOLS}
+_NUMBERS = frozenset(("int", "float"))
+_LOOKED_AT = {*_ANY, "modules"}
 _STORING_OPS = {op for name, op in dis.opmap.items() if name.startswith(("STORE_", "DELETE_"))}
 _BINARY_OPS = {dis.opmap["BINARY_OP"]}
 _LOOKED_AT_OPS = {dis.opmap["IS_OP"], dis.opmap["MATCH_CLASS"]}
@@ -190,7 +189,8 @@ def per_code(fn: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
 def code_reads(code: CodeType) -> CodeReads:
     """What ``code`` reads, from its instructions and constants alone."""
     attributes, variables, imports, compared = (set[str]() for _ in range(4))
-    is_plain = _LOOKED_AT.isdisjoint(code.co_names) and not (_takes_type(code) or {*code.co_code[::2]} & _LOOKED_AT_OPS)
+    takes_type = "type" in code.co_names and not _NUMBERS.isdisjoint(code.co_names)
+    is_plain = not takes_type and _LOOKED_AT.isdisjoint(code.co_names) and _LOOKED_AT_OPS.isdisjoint(code.co_code[::2])
     instructions = list(instructions_of(code, _NAMING_OPS) if is_plain else instructions_of(code))
     given = _parameters(code, instructions)
     passed_on = given[1] if code.co_name in _ACCESS and given[1:] else None  # the name that it looks up
@@ -218,18 +218,18 @@ def code_reads(code: CodeType) -> CodeReads:
             reads_whole = True
             of_variables = of_variables or root is None or not any(_loads(root, one, at=-1) for one in given)
     texts = frozenset(text for text in code.co_consts if isinstance(text, str) and len(text) < 200)
-    matches = [instruction.arg for instruction in instructions if instruction.opname == "MATCH_CLASS"]
-    attributes.update(_named_by_texts(texts), _texts_in_tuples(code) if matches else ())
+    attributes.update(_named_by_texts(texts))
+    matches = any(instruction.opname == "MATCH_CLASS" for instruction in instructions)
     return CodeReads(
         frozenset(attributes),
         frozenset(variables),
         frozenset(imports),
         texts,
         frozenset(compared - {code.co_name}) | _telling(attributes | variables, variables),  # itself is a function
-        reads_whole or any(matches),  # the class says which attributes stand in which place
+        reads_whole or matches,  # the class says which attributes stand in which place
         of_variables,
         "modules" in texts or ("modules" in code.co_names and _finds_modules(code, instructions)),
-        "" if is_plain else _number_compared(code, instructions),
+        _number_compared(code, instructions),
     )
 
 
@@ -237,10 +237,6 @@ def _named_by_texts(texts: Iterable[str]) -> Iterator[str]:
     """The names that texts can be, dotted ones too: ``operator.attrgetter("config.scale")``."""
     dotted = (text.split(".") for text in texts)
     return (part for parts in dotted if all(map(str.isidentifier, parts)) for part in parts)
-
-
-def _texts_in_tuples(code: CodeType) -> Iterator[str]:
-    return (text for names in code.co_consts if isinstance(names, tuple) for text in map(str, names))
 
 
 def _telling(names: Collection[str], variables: Collection[str]) -> frozenset[str]:
@@ -327,31 +323,18 @@ _LONGEST_COMPARISON = 12
 """Instructions that make the operands of ``type(x.shape[0]) in (int, float)``, at most."""
 
 
-def _takes_type(code: CodeType) -> bool:
-    names = code.co_names
-    return "type" in names and ("int" in names or "float" in names) and not is_torch_code(code.co_filename)
-
-
-def _number_compared(code: CodeType, kept: Sequence[Instruction]) -> str:
+def _number_compared(code: CodeType, instructions: Sequence[Instruction]) -> str:
     """See ``CodeReads.number_compared``."""
-    file, takes_type = os.path.basename(code.co_filename), _takes_type(code)
-    if not _SYMBOLS.isdisjoint(code.co_names) and not is_torch_code(code.co_filename):
-        return f"may ask for the type of a number, {file}:{code.co_firstlineno}"
-    for place, one in enumerate(kept):
-        what, before = "", kept[max(place - _LONGEST_COMPARISON, 0) : place]
-        if one.opname == "IS_OP" and _is_number(before[-1]):
-            what = "compares a number by identity (is)"
-        elif takes_type and one.opname in _COMPARISONS:
+    what = "" if _SYMBOLS.isdisjoint(code.co_names) else "may ask for the type of a number"
+    for place, one in enumerate(instructions):
+        if one.opname in _COMPARISONS:
+            before = instructions[max(place - _LONGEST_COMPARISON, 0) : place]
             loaded = {str(each.argval) for each in before}
-            what = "may ask for the type of a number" if "type" in loaded and loaded & {"int", "float"} else ""
-        if what:
-            lines = (line for start, end, line in code.co_lines() if start <= one.offset < end)
-            return f"{what}, {file}:{next(lines, None) or code.co_firstlineno}"
-    return ""
-
-
-def _is_number(instruction: Instruction) -> bool:
-    return instruction.opname.startswith("LOAD") and type(instruction.argval) in (int, float)
+            if "type" in loaded and not _NUMBERS.isdisjoint(loaded):
+                what = "may ask for the type of a number"
+            elif one.opname == "IS_OP" and type(before[-1].argval) in (int, float):
+                what = "compares a number by identity (is)"
+    return what and f"{what}, {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
 def _compared_with(last: Instruction) -> tuple[str, ...]:
