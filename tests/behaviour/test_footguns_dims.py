@@ -51,6 +51,22 @@ def test_sequence_mixed(mixer: Callable[[torch.Tensor], torch.Tensor], first: tu
         assert re.search("depend on padding along .*'seq'|rows mix", step.explain(torch.randn(4, 5, 3)))
 
 
+OF_INTEGERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "maximum": lambda x: x.amax(1),
+    "place of the maximum": lambda x: x.argmax(1),
+    "choice by sign": lambda x: torch.where((x < 0).any(1), x.sum(1), x[:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", OF_INTEGERS)
+def test_sequence_of_integers_mixed(name: str) -> None:
+    """Integers that name no place are numbers: that early ones are positive hides nothing."""
+    step = make(OF_INTEGERS[name], dynamic={"x": DIMS}, sizes=[4])
+    early, late = ([(torch.randint(1, 9, (4, n)) * sign,) for n in (8, 8, 5, 5, 3)] for sign in (1, -1))
+    check_calls(step, *early, *late)
+    assert reason(step, torch.ones(4, 5, dtype=torch.long)) is Reason.ROWS_MIX
+
+
 def _attention(x: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
     """Attention of each element to those that it ``sees``, by their places."""
     return (x @ x.transpose(1, 2)).masked_fill(~sees, -1e9).softmax(2) @ x

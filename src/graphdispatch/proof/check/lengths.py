@@ -91,7 +91,7 @@ class PaddingReplays:
 
     def _differs_from_padding(self, index: int) -> bool:
         spec, value = self._specs[index], self._arguments[index]
-        if takes_any_value(spec) and not self._operators.limits_values:
+        if takes_any_value(spec, self._operators) and not self._operators.limits_values:
             return True
         fill = next(pad.fill for (_, axis), pad in zip(spec.spans, spec.pads, strict=True) if axis in self._along)
         return bool((value != (value.flatten()[0] if fill is None else fill)).any())
@@ -170,7 +170,7 @@ class PaddingReplays:
     def _other_reals(self, kept: Collection[int]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Real elements of other kinds: of one sign, or all those of the place with the largest or the smallest number,
         where masks show all; and one element of each row alone."""
-        for sign, name in ((1.0, "large numbers"), (-1.0, "small numbers")):
+        for sign, name in ((1, "large numbers"), (-1, "small numbers")):
             real = list(self._arguments)
             place = self._place(sign, kept)
             for i, spec in enumerate(self._specs):
@@ -179,19 +179,21 @@ class PaddingReplays:
                     real[i] = torch.ones_like(real[i])
                 elif is_gate and spec.dtype is torch.bool:
                     real[i] = torch.full_like(real[i], sign > 0)
-                elif spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
+                elif (spec.dtype.is_floating_point and spec.dtype.itemsize > 1) or (
+                    spec.is_integer and not is_gate and takes_any_value(spec, self._operators)
+                ):
                     is_limited = self._operators.limits_values
                     if is_gate and is_limited:
                         continue
                     is_shut = is_gate or not (is_limited or spec.is_pad_given or bool(real[i].any()))
-                    real[i] = real[i].abs().masked_fill((real[i] == 0) & is_shut, 1.0) * sign
+                    real[i] = real[i].abs().masked_fill((real[i] == 0) & is_shut, 1) * sign
                 elif spec.spans:
                     real[i] = uniform(place, spec, real[i], self._rows)
             yield name, real
         if kept:
             yield "a single element of each row", self._with_single(kept)
 
-    def _place(self, sign: float, kept: Collection[int]) -> dict[Axis, int]:
+    def _place(self, sign: int, kept: Collection[int]) -> dict[Axis, int]:
         """Where the first of the integers has its largest number, or the smallest, among the elements that no given pad
         value hides. Reads the result back to the host."""
         for i, spec in enumerate(self._specs):
@@ -223,14 +225,14 @@ class PaddingReplays:
 
     def _paddings(self, kept: Collection[int]) -> Iterator[tuple[str, Rows]]:
         """Two kinds of padding: see Note [what padding may hold]."""
-        axes, limited = self._request.inputs.axes, self._operators.limits_values
+        axes, limited, options = self._request.inputs.axes, self._operators.limits_values, self._request.options
         last = {axis: extent - 1 for axis, extent in zip(axes, lengths_of(axes, self._rows), strict=True)}
         for sign, place, name in ((1, {}, "large numbers"), (-1, last, "small numbers")):
             rows: list[torch.Tensor | None] = []
             for index, (spec, value) in enumerate(zip(self._specs, self._arguments, strict=True)):
-                if index in kept or not may_replace(self._specs, index, self._request.options.padding_writes):
+                if index in kept or not may_replace(self._specs, index, self._operators, options.padding_writes):
                     rows.append(None)
-                elif takes_any_value(spec):
+                elif takes_any_value(spec, self._operators):
                     rows.append((edge if limited else far)(sign, spec, value, self._request.size))
                 else:
                     rows.append(uniform(place, spec, value, self._request.size))

@@ -3,9 +3,10 @@
 Note [what padding may hold]
     Only values that cannot break the callable. Floating-point arguments get large finite numbers; where the callable
     checks its data, or makes indices of it, the largest and the smallest of the batch, since a GPU that meets an index
-    out of range is lost to the process. Integers may be indices: they get what one place of the batch holds, all of
-    them of the same place, since they may belong together (the begin and the end of a range). An argument with a pad
-    rule of the user's keeps to it: what padding holds there is what the user promised.
+    out of range is lost to the process. So do integers, where no operator takes any for places. Else they may be
+    indices: they get what one place of the batch holds, all of them of the same place, since they may belong together
+    (the begin and the end of a range). An argument with a pad rule of the user's keeps to it: what padding holds there
+    is what the user promised.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 
 from ...runtime.signature import InputSpec
 from ...sizes import Axis
+from ..watch.operator_trace import OperatorTrace
 
 Rows = Sequence[torch.Tensor | None]
 """What arguments (by index) hold; None for what they hold otherwise."""
@@ -33,18 +35,18 @@ class Padding(NamedTuple):
     axes: Sequence[Axis] = ()
 
 
-def takes_any_value(spec: InputSpec) -> bool:
-    """Whether padding rows may hold values that occur nowhere in the batch."""
-    return not (spec.is_pad_given or spec.is_integer)
+def takes_any_value(spec: InputSpec, operators: OperatorTrace) -> bool:
+    """Whether padding rows may hold values that occur nowhere in the batch, in a graph of these operators."""
+    return not (spec.is_pad_given or (spec.is_integer and (operators.names_places or operators.has_regions)))
 
 
-def may_replace(specs: Sequence[InputSpec], index: int, padding_writes: str) -> bool:
+def may_replace(specs: Sequence[InputSpec], index: int, operators: OperatorTrace, padding_writes: str) -> bool:
     """Whether padding of an argument may hold something else than what its rule says: values of the batch at least."""
     spec = specs[index]
     if not spec.spans or spec.is_pad_given:
         return False
     is_allowed = padding_writes == "refuse" or any(other.is_pad_given for other in specs)
-    return is_allowed or takes_any_value(spec)
+    return is_allowed or takes_any_value(spec, operators)
 
 
 def uniform(place: Mapping[Axis, int], spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
@@ -79,4 +81,6 @@ def edge(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Te
 
 def _as_finite(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Wide numbers as finite numbers of a narrower type; of a complex one, the real part alone."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return numbers.clamp(torch.iinfo(dtype).min / 2, torch.iinfo(dtype).max / 2).to(dtype)  # which float64 holds
     return numbers.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)

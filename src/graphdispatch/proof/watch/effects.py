@@ -423,6 +423,8 @@ class EffectRecorder(MemoryWatch):
             shown.groups_rows = True
         if traits.sums:
             shown.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
+        if not (shown.names_places or traits.computes):
+            shown.names_places = any(map(_has_integers, given))
         if not shown.limits_values:
             shown.limits_values = traits.checks or (not traits.integers_ignore_values and _makes_integers(given, gives))
 
@@ -583,6 +585,8 @@ _ORDERING_NAMES = """
 """
 _ORDERING = frozenset(f"aten::{name}" for name in _ORDERING_NAMES.split())
 """Operators whose integers are places among the numbers that they are given, whatever these are."""
+_COMPUTING = _ORDERING.union(f"aten::{name}" for name in ("_to_copy", "copy_", "cat", "stack", "cumsum"))
+"""Operators to which integers are numbers, beside those that torch tags so."""
 _GROUPING = frozenset(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"))
 """Operators that multiply groups of rows whose sizes are data."""
 _SUMMING = ("mm", "mv", "dot", "conv", "linear", "attention", "rnn", "lstm", "gru", "norm", "softmax", "cumsum")
@@ -606,6 +610,8 @@ class _Traits(NamedTuple):
     and all that is not torch's own."""
     checks: bool
     """Whether it checks data on the device."""
+    computes: bool
+    """Whether integers that it is given are numbers to it, and name no places."""
     integers_ignore_values: bool
     """Whether the integers that it gives are places among numbers, or what it keeps for itself, whatever these are."""
 
@@ -621,6 +627,9 @@ def _traits_of(func: OpOverload) -> _Traits:
         groups=name in _GROUPING,
         sums=func.namespace != "aten" or torch.Tag.reduction in func.tags or any(part in name for part in _SUMMING),
         checks=name in _CHECKING,
+        computes=kind is OperatorKind.VIEW
+        or name in _COMPUTING
+        or not {torch.Tag.pointwise, torch.Tag.reduction}.isdisjoint(func.tags),
         integers_ignore_values=name in _ORDERING or any(part in name for part in _KEEPING),
     )
 
@@ -629,13 +638,16 @@ def _shapes_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
     return [tensor.shape if is_strided(tensor) else () for tensor in tensors]
 
 
+def _has_integers(tensor: torch.Tensor) -> bool:
+    kind = tensor.dtype
+    return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
+
+
 def _makes_integers(given: Sequence[torch.Tensor], gives: Sequence[torch.Tensor]) -> bool:
     """Whether an operator made integers of floating-point numbers, which may become indices."""
-    for one in gives:
-        kind = one.dtype
-        if not kind.is_floating_point and kind is not torch.bool and not kind.is_complex:
-            return any(each.dtype.is_floating_point or each.dtype.is_complex for each in given)
-    return False
+    return any(map(_has_integers, gives)) and any(
+        each.dtype.is_floating_point or each.dtype.is_complex for each in given
+    )
 
 
 def _fills_new_memory() -> bool:

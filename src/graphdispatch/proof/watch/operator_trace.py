@@ -52,6 +52,8 @@ class OperatorTrace:
     limits_values: bool = False
     """Whether it may fail for numbers unlike those of the batch: it checks data, or made integers or probabilities of
     floating-point numbers. On a GPU such a failure ends the process's use of the device."""
+    names_places: bool = False
+    """Whether an operator that may take integers for places or for choices was given some, as an embedding is."""
     groups_rows: bool = False
     """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
     float_types: set[torch.dtype] = field(default_factory=set)
