@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from graphdispatch import Dim, Graphed, Pad, Reason, graphed
 from graphdispatch.errors import ConfigError, FallbackError
+from graphdispatch.runtime.signature import InputSpec
+from graphdispatch.runtime.static_inputs import StaticInputs, resized
+from graphdispatch.sizes import axes_of, pack
 
 from ..helpers import AT_ONCE, assert_same, check_calls, check_rows, make
 
@@ -112,6 +116,19 @@ def test_three_dimensions() -> None:
     for shape in [(3, 5, 2), (3, 5, 2), (4, 8, 4), (1, 2, 3), (2, 7, 4), (1, 1, 1), (3, 6, 2), (3, 5, 2)] * 2:
         check_calls(step, (torch.randn(shape), torch.randn(shape[1]), torch.randn(shape[2], shape[2])), **NEAR)
     assert last(step).is_graph
+
+
+def test_a_mask_that_is_made_of_another_one_begins_where_that_did() -> None:
+    """The rows come in turn from the second one on; along a length the elements of other arguments do, too."""
+    axes = axes_of(["batch", "seq"])
+    form = InputSpec(
+        "mask", 0, (0, 0), (0, 1), torch.int64, torch.device("cpu"), tuple(enumerate(axes)), (Pad.zero(),) * 2
+    )
+    specs = [form, replace(form, name="x", position=1)]
+    values = [torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.tensor([[0, 1, 2], [3, 4, 5]])]
+    mask, x = resized(StaticInputs(specs, pack(axes, (4, 8)), axes), values, pack(axes, (3, 4)), shift=1)
+    assert mask.tolist() == [[1, 0, 0, 1], [1, 1, 0, 1], [1, 0, 0, 1]]
+    assert x.tolist() == [[4, 5, 3, 4], [1, 2, 0, 1], [4, 5, 3, 4]]
 
 
 def test_pad_rules_by_argument_and_dimension() -> None:
