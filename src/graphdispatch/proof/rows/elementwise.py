@@ -1,7 +1,5 @@
 """Rules of operators that work element by element, along a dimension, or on all elements of some dimensions."""
 
-from functools import cache
-
 import torch
 
 from .calls import Call, Rule
@@ -47,16 +45,13 @@ def along(c: Call) -> list[Label]:
     ]
 
 
-@cache
-def _within_last(count: int) -> TextRule:
-    """Anything within the last dimensions of the first tensor; the first result has them, too."""
-    names = " ".join(f"d{place}" for place in range(count))
-    return TextRule(f"... {names.replace(' ', '* ')}* -> ... {names}, ?, ?")
+_NORMED = TextRule("... -> ..., ?, ?")
 
 
 def layer_norm(c: Call) -> list[Label]:
     """Statistics of the last dimensions."""
-    return _within_last(len(c.a["normalized_shape"]))(c)
+    c.blend(c.certain_label(c.first).dims[-len(c.a["normalized_shape"]) :], "")
+    return _NORMED(c)
 
 
 _OF_STATE = TextRule("b c ..., + c, + c, + c, + c -> b c ..., ?, ?, ?")
@@ -66,23 +61,6 @@ _OF_BATCH = TextRule("b* c ...*, + c, + c, + c, + c -> b c ..., ?, ?, ?")
 def batch_norm(c: Call) -> list[Label]:
     """Statistics of the state, or of the batch in training."""
     return (_OF_BATCH if c.a.get("training", "with_update" in c.name) else _OF_STATE)(c)
-
-
-_LOSSES = TextRule("b c* ..., b ... -> b ..., ?")
-_LOSS = TextRule("b* c* ...*, b* ...* -> , ?")
-
-
-def nll_loss(c: Call) -> list[Label]:
-    """A loss for each row, or of all."""
-    return (_LOSS if c.a["reduction"] else _LOSSES)(c)
-
-
-_AMONG_ALL, _AMONG_OWN = TextRule("s*, ... -> ..."), TextRule("... s*, ... v -> ... v")
-
-
-def searchsorted(c: Call) -> list[Label]:
-    """Each element among boundaries without rows, or among those of its own row."""
-    return (_AMONG_ALL if c.a["sorted_sequence"].dim() == 1 else _AMONG_OWN)(c)
 
 
 RULES: dict[Rule, str] = {
@@ -107,12 +85,10 @@ RULES: dict[Rule, str] = {
     TextRule("... a* b* c* -> ... a b c, ... a b c"): """max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d
         adaptive_max_pool3d upsample_trilinear3d pixel_shuffle pixel_unshuffle""",
     TextRule("n c* ... -> n c ..."): "channel_shuffle",
-    TextRule("n ...* -> n ..., ?, ?"): "native_group_norm mkldnn_convolution",
+    TextRule("n ...* -> n ..., ?, ?"): "native_group_norm mkldnn_convolution convolution _convolution",
     layer_norm: "native_layer_norm _fused_rms_norm",
     batch_norm: """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm
         _batch_norm_with_update _batch_norm_no_update""",
-    nll_loss: "nll_loss_forward nll_loss2d_forward",
-    searchsorted: "searchsorted",
     TextRule("z c* h* w*, z i* j* two* -> z c i j"): "grid_sampler_2d",
     TextRule("z c* h* w* d*, z i* j* k* three* -> z c i j k"): "grid_sampler_3d",
     TextRule("... p k*, ... r k* -> ... p r"): "_cdist_forward _euclidean_dist",

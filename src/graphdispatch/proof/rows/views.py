@@ -229,24 +229,6 @@ def as_strided(c: Call) -> list[Label]:
     raise UnknownError("strides")
 
 
-def diagonal(c: Call) -> list[Label]:
-    """A diagonal of two dimensions."""
-    label, out = c.certain_label(c.first), c.outs[0]
-    one, other = c.place("dim1", len(label.dims)), c.place("dim2", len(label.dims))
-    c.blend([label.dims[one], label.dims[other]], "a diagonal of rows")
-    rest = tuple(dim for i, dim in enumerate(label.dims) if i not in (one, other))
-    return [Label((*rest, c.resized(label.dims[one], out.shape[-1])))]
-
-
-def unfold(c: Call) -> list[Label]:
-    """Windows along a dimension."""
-    label = c.certain_label(c.first)
-    at = c.place("dimension", len(label.dims))
-    old, length, step = label.dims[at], c.a["size"], c.a["step"]
-    new = c.computed(old, (c.sizes.values(old) - length) // step + 1, c.outs[0].shape[at])
-    return [Label((*label.dims[:at], new, *label.dims[at + 1 :], plain_dim(length)))]
-
-
 RULES: dict[Rule, str] = {
     view: "view view_copy _unsafe_view _reshape_alias _reshape_copy",
     permute: "permute transpose t permute_copy",
@@ -258,8 +240,6 @@ RULES: dict[Rule, str] = {
     split: "split split_with_sizes unbind unsafe_split split_with_sizes_copy unbind_copy",
     retyped: "view_as_complex view_as_real",
     as_strided: "as_strided",
-    diagonal: "diagonal",
-    unfold: "unfold",
 }
 _OF_SELF = (view, permute, unsqueeze, squeeze, expand, select, slice_, split, as_strided)
 PLACES: dict[Rule, tuple[str, ...]] = dict.fromkeys(_OF_SELF, ("self",))
