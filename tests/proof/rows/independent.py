@@ -58,16 +58,6 @@ def written_places(y: Tensor, order: Tensor) -> Tensor:
     return y[places]
 
 
-def one_expert(x: Tensor) -> Tensor:
-    """One expert for each row; rows are written back by the order."""
-    chosen = (x @ ROUTER).argmax(-1)
-    order = chosen.argsort()
-    y = F.grouped_mm(x[order].bfloat16(), EXPERTS.bfloat16(), offs=bounds_of(chosen)).float()
-    out = torch.empty_like(y)
-    out[order] = y
-    return out
-
-
 def added_experts(x: Tensor) -> Tensor:
     """Each product is added to its row."""
     chosen = chosen_of(x)
@@ -103,8 +93,6 @@ def all_experts(x: Tensor) -> Tensor:
 MIXTURES: dict[str, Any] = {
     "put back by a second sort": mixture,
     "put back by written places": lambda x: mixture(x, back=written_places),
-    "put back by a copy": lambda x: mixture(x, back=lambda y, order: torch.empty_like(y).index_copy(0, order, y)),
-    "one expert": one_expert,
     "added": added_experts,
     "weights by choice": weights_by_choice,
     "best of two": best_of_two,
@@ -193,7 +181,6 @@ ROWS: dict[str, Any] = {
     "autocast": in_autocast,
     "columns set": columns_set,
     "columns selected": lambda x: x.index_select(1, FIXED),
-    "a column selected": lambda x: x.index_select(1, ONE),
     "columns copied": lambda x: x.index_copy(1, FIXED, x[:, :3]),
     "columns filled": lambda x: x.index_fill(1, FIXED, 1.0),
     "own rows selected": lambda x: x.index_select(0, torch.arange(x.shape[0])),

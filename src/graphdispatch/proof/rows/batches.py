@@ -198,15 +198,6 @@ class SizeNumber:
             raise AttributeError(name)
         return getattr(self.plain(), name)  # whatever plain numbers have
 
-    def __repr__(self) -> str:
-        return repr(self.plain())
-
-    def __str__(self) -> str:
-        return str(self.plain())
-
-    def __format__(self, spec: str) -> str:
-        return format(self.plain(), spec)
-
     def __hash__(self) -> int:
         """As the number, where it is looked up in a dict or set. In a call it has none, as torch's own symbols: a cache
         of results would keep it, and give what was made of it to eager calls."""
@@ -218,45 +209,12 @@ class SizeNumber:
     def __bool__(self) -> bool:
         return self.decide(self.values != 0, bool(self.own), self.text)
 
-    def __int__(self) -> int:
-        return int(self.plain())
 
-    def __float__(self) -> float:
-        return float(self.plain())
-
-    def __index__(self) -> int:
-        return operator.index(self.plain())
-
-    def __pos__(self) -> Any:
-        return self
-
-    def __invert__(self) -> Any:
-        return ~self.plain()
-
-    def __round__(self, digits: int | None = None) -> Any:
-        return round(self.plain(), digits) if digits is not None else _compute(round, f"round({self.text})", self)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self.own), (self.plain(),)
-
-    def is_integer(self) -> bool:
-        """As of plain numbers."""
-        outcome = self.values == np.trunc(self.values)
-        return self.decide(outcome, float(self.own).is_integer(), f"{self.text}.is_integer()")
-
-    @property
-    def real(self) -> Any:
-        """The number itself."""
-        return self
-
-    @property
-    def imag(self) -> int:
-        """Nothing."""
-        return 0
-
+_AS_PLAIN = """
+    __repr__ __str__ __format__ __int__ __float__ __index__ __pos__ __invert__ __round__ __divmod__ __rdivmod__
+    __reduce_ex__ is_integer
+"""
+"""Methods of plain numbers, which a number made of sizes has of the plain one."""
 
 _SIGNS = {
     "add": "+",
@@ -331,12 +289,11 @@ def _compute(op: Callable[..., Any], text: str, *numbers: Any) -> Any:
 
 
 def _arithmetic(name: str, sign: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    op = getattr(operator, name)
+    op = pow if name == "pow" else getattr(operator, name)
 
-    def forward(self: Any, other: Any) -> Any:
-        return (
-            _compute(op, f"({_text(self)} {sign} {_text(other)})", self, other) if _is_number(other) else NotImplemented
-        )
+    def forward(self: Any, other: Any, *modulo: Any) -> Any:
+        text = f"({_text(self)} {sign} {_text(other)})"
+        return _compute(op, text, self, other, *modulo) if _is_number(other) else NotImplemented
 
     def backward(self: Any, other: Any) -> Any:
         return (
@@ -362,19 +319,8 @@ def _unary(name: str, op: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda self: _compute(op, f"{name}({self.text})", self)
 
 
-def _with_modulo(power: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def modular(self: Any, other: Any, modulo: Any = None) -> Any:
-        return power(self, other) if modulo is None else pow(_plain(self), _plain(other), _plain(modulo))
-
-    return modular
-
-
-def _divmod(self: Any, other: Any) -> Any:
-    return (self // other, self % other) if _is_number(other) else NotImplemented
-
-
-def _divmod_of(self: Any, other: Any) -> Any:
-    return (other // self, other % self) if _is_number(other) else NotImplemented
+def _as_plain(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.plain(), name)(*map(_plain, args))
 
 
 class Num(SizeNumber, torch.SymInt):
@@ -403,7 +349,7 @@ def _define() -> None:
         methods[f"__{plain}__"], methods[f"__r{plain}__"] = _arithmetic(name, sign)
     methods |= {f"__{name}__": _comparison(name, sign) for name, sign in _COMPARISONS.items()}
     methods |= {f"__{name}__": _unary(name, op) for name, op in _UNARY.items()}
-    methods |= {"__pow__": _with_modulo(methods["__pow__"]), "__divmod__": _divmod, "__rdivmod__": _divmod_of}
+    methods |= {name: _as_plain(name) for name in _AS_PLAIN.split()}
     for kind, name in product((Num, Real), methods):
         setattr(kind, name, methods[name])
 

@@ -7,7 +7,6 @@ from .rule_text import ANY, REST, ROWS, TextRule
 
 _OPERATOR = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 _TERM = re.compile(r"_|\?|(?:\.\.\.|[A-Za-z]\w*|\d+)(?: +(?:\.\.\.|[A-Za-z]\w*|\d+))*")
-_REMEDY = 'write it as "n ..., _ -> n ...": what the tensors hold, in order, then the results'
 
 SHIPPED = {
     # (batch, length, heads, width); what is left for the backward pass nobody reads
@@ -22,24 +21,15 @@ SHIPPED = {
 
 
 def _parsed(rule: str) -> TextRule:
-    sides = rule.split("->")
-    if len(sides) != 2:
-        raise ConfigError(f"rule must have one '->', got {shown(rule)}; {_REMEDY}")
-    given, results = ([term.strip() for term in side.split(",")] for side in sides)
-    for term in (*given, *results):
-        if not _TERM.fullmatch(term):
-            raise ConfigError(
-                f"rule must name the dimensions of each tensor, or have '...', '_' or '?' for them, got {shown(term)} "
-                f"in {shown(rule)}; {_REMEDY}"
-            )
-        if term.split().count(ROWS) > 1 or term.split().count(REST) > 1:
-            raise ConfigError(
-                f"rule must have n and '...' at most once in a tensor, got {shown(term)} in {shown(rule)}; {_REMEDY}"
-            )
-    if ANY in given:
-        raise ConfigError(f"rule must say of each argument where its rows are, got '?' in {shown(rule)}; {_REMEDY}")
-    if not any(ROWS in term.split() for term in given):
-        raise ConfigError(f"rule must have rows, n, in an argument, got {shown(rule)}; {_REMEDY}")
+    sides = [[term.strip() for term in side.split(",")] for side in rule.split("->")]
+    terms = [term for side in sides for term in side]
+    is_named = all(_TERM.fullmatch(term) and max(map(term.split().count, (ROWS, REST))) < 2 for term in terms)
+    if len(sides) != 2 or not is_named or ANY in sides[0] or not any(ROWS in term.split() for term in sides[0]):
+        raise ConfigError(
+            "rule must name each dimension of each tensor once, with the rows, n, in an argument, and have '?' for "
+            f'results alone, got {shown(rule)}; write it as "n ..., _ -> n ...": what the tensors hold, in order, then '
+            "the results"
+        )
     return TextRule(rule, is_word=True)
 
 

@@ -81,27 +81,22 @@ def is_permutation(c: Call, index: Tensor | None) -> bool:
     return is_turned and is_equal(c.sizes.values(label.dims[0]), c.sizes.values(label.tag.of))
 
 
-def arrangement_put(c: Call, index: Tensor | None, values: Tensor) -> Label | None:
-    """``x[index] = values``, where ``x`` was made for it and each row is written once: rows go back, or say where they
-    lie. None if it is something else."""
+def places_put(c: Call, index: Tensor | None, values: Tensor) -> Label | None:
+    """``x[index] = arange(n)``, where ``x`` was made for it: it says where each row lies. None if it is something
+    else."""
     tensor = c.a["self"]
-    label = c.certain_label(tensor)
-    if index is None or not is_permutation(c, index) or c.is_outside(tensor) or c.a.get("accumulate"):
+    if index is None or not is_permutation(c, index) or c.is_outside(tensor) or c.a["accumulate"]:
         return None
-    order = c.label(index)
+    order, given = c.label(index), c.certain_label(values)
     assert order.tag is not None
-    arranged, back, given = order.dims[0], order.tag.of, c.certain_label(values)
-    if label.dims[:1] != (arranged,) or not _is_arranged(arranged) or not is_whole(tensor):
+    arranged, back = order.dims[0], order.tag.of
+    if c.certain_label(tensor).dims != (arranged,) or not _is_arranged(arranged) or not is_whole(tensor):
         return None
-    if given.dims[:1] == (arranged,):
-        c.fit(label.dims, values)
-        c.rearranges = True
-        return Label((back, *label.dims[1:]))
-    if given.tag is not None and given.tag.is_each_once and given.tag.of == back and given.dims == (back,):
-        c.rearranges = True  # the numbers of places, one after the other
-        fault = fault_here(True, c.operator.name, "places among all rows")
-        return Label((back,), tag=Tag("numbers", arranged, fault, is_each_once=True))
-    return None
+    if given.tag is None or not given.tag.is_each_once or given.tag.of != back or given.dims != (back,):
+        return None
+    c.rearranges = True
+    fault = fault_here(True, c.operator.name, "places among all rows")
+    return Label((back,), tag=Tag("numbers", arranged, fault, is_each_once=True))
 
 
 def histogram(c: Call) -> list[Label]:

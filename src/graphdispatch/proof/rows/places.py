@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .calls import Call, Rule, is_flags
-from .experts import arrangement_put, is_permutation
+from .experts import is_permutation, places_put
 from .labels import (
     ROWS_AXIS,
     Dim,
@@ -111,43 +111,42 @@ def index_put(c: Call) -> list[Label]:
                 raise MixError("rows where none lie")
             c.sizes.joined(own, dim)
         return [Label(label.dims)]
-    rearranged = arrangement_put(c, indices[0], values) if len(indices) == 1 else None
+    rearranged = places_put(c, indices[0], values) if len(indices) == 1 else None
     if rearranged is not None:
         return [rearranged]
-    picked = Picked(c, tensor, indices)
-    c.fit(picked.dims, values)
-    named = [dim for index in indices if index is not None for dim in c.label(index).dims]
-    c.run.mixed.update(*map(axes_of, named))  # two elements of a length may name one place
+    return _put(c, indices, values, adds=bool(c.a["accumulate"]))
+
+
+def _put(c: Call, indices: Sequence[Tensor | None], values: Tensor | None, *, adds: bool) -> list[Label]:
+    """What the indices pick is written."""
+    picked = Picked(c, c.a["self"], indices)
+    if values is not None:
+        c.fit(picked.dims, values)
+    c.run.mixed |= picked.axes  # two elements of a length may name one place
     if picked.row is None:
-        _name_places(c, picked.by_rows, picked.axes, adds=bool(c.a["accumulate"]))
-    return [Label(label.dims)]
+        _name_places(c, picked.by_rows, picked.axes, adds=adds)
+    return [Label(c.label("self").dims)]
+
+
+def _along_dim(c: Call) -> list[Tensor | None]:
+    """The indices of an operator that is given one of them, and a dimension."""
+    if not (c.a["self"].dim() and c.a["index"].dim()):
+        raise UnknownError("a single place")
+    return [*[None] * c.place("dim", c.a["self"].dim()), c.a["index"]]
 
 
 def index_select(c: Call) -> list[Label]:
     """Entries along a dimension."""
-    label, chosen = c.certain_label("self"), c.certain_label("index")
-    at = c.place("dim", len(label.dims))
-    indices: list[Tensor | None] = [None] * at + [c.a["index"]]
-    c.read_places(c.a["self"], [at] if holds_rows(chosen) and label.dims else [])
-    dims = Picked(c, c.a["self"], indices).dims if label.dims else ()
-    return [Label(dims if chosen.dims or not dims else (*dims[:at], (), *dims[at:]))]
+    picked = Picked(c, c.a["self"], _along_dim(c))
+    c.read_places(c.a["self"], picked.by_rows)
+    return [Label(picked.dims)]
 
 
 def index_dim(c: Call) -> list[Label]:
     """Entries along a dimension are written: ``index_copy``, ``index_add``, ``index_fill``."""
-    label, tensor, index = c.certain_label("self"), c.a["self"], c.a["index"]
-    at = c.place("dim", len(label.dims))
-    if c.name == "index_copy" and at == 0 and (put := arrangement_put(c, index, c.a["source"])) is not None:
-        return [put]
-    picked = Picked(c, tensor, [*[None] * at, index])
-    c.run.mixed |= picked.axes
-    if c.has("source"):
-        c.fit(picked.dims if index.dim() else (*picked.dims[:at], (), *picked.dims[at:]), c.a["source"])
-    elif c.has("value"):
+    if c.has("value"):
         c.blend(c.certain_label("value").dims, "rows in a value for all")
-    if picked.row is None:
-        _name_places(c, picked.by_rows, picked.axes, adds=c.name == "index_add")
-    return [Label(label.dims)]
+    return _put(c, _along_dim(c), c.a.get("source"), adds=c.name == "index_add")
 
 
 def gather(c: Call) -> list[Label]:

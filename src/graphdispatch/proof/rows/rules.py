@@ -62,7 +62,7 @@ def operator_of(func: OpOverload) -> Operator:
         rule=rule,
         places=_PLACES.get(rule, ()) if rule is not None else (),
         names_places=rule in places.NAME_PLACES,
-        keeps_places=rule in (pointwise, elementwise.keep, TABLE["fill"]) or kind is OperatorKind.VIEW,
+        keeps_places=rule in (pointwise, elementwise.keep, TABLE["fill"]),
         takes_sizes=rule in (views.expand, creation.made, creation.arange, creation.repeat),
         makes_alike=rule in (views.expand, creation.made, creation.repeat),
         fills=rule in (creation.made, creation.like),

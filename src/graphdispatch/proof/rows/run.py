@@ -361,7 +361,7 @@ class RowRun:
         written = written_tensors(func, args, kwargs) if operator.writes else []
         reads_all = not operator.is_view and word_for(operator.name) is None
         if reads_all and not (labels and operator.names_places):
-            labels |= self._slots_read(operator, keys, outs or written, written)
+            labels |= self._slots_read(operator, keys, written)
         caller = self.caller
         if caller is None and labels:
             self.doubt(f"{operator.name} is called by code that is not Python")
@@ -400,16 +400,15 @@ class RowRun:
         return keys, labels
 
     def _slots_read(
-        self, operator: Operator, keys: Iterable[tuple[Tensor, int]], outs: Sequence[Tensor], written: Sequence[Tensor]
+        self, operator: Operator, keys: Iterable[tuple[Tensor, int]], written: Sequence[Tensor]
     ) -> dict[int, Label]:
         """Labels of state that rows wrote at places, where an operator reads all of it; see Note [slots] in
-        ``slots.py``. What keeps each element at its place makes places of the same kind."""
+        ``slots.py``. A write in place that makes each element of that at its own place reads nothing else."""
         labels = {}
         for tensor, key in keys:
             if self.slots and tensor in self.slots:
-                if not (operator.keeps_places and self.slots.keep(tensor, outs)):
-                    label = self.label(tensor) or Label(plain_dims(tensor.shape))
-                    labels[id(tensor)] = label._replace(fault=fault_here(True, operator.name, ALL_PLACES))
+                label = self.label(tensor) or Label(plain_dims(tensor.shape))
+                labels[id(tensor)] = label._replace(fault=fault_here(True, operator.name, ALL_PLACES))
             elif key not in self.made and not (operator.keeps_places and any(tensor is one for one in written)):
                 self.slots.note_read(operator.name, tensor)
         return labels

@@ -92,18 +92,6 @@ class Slots:
             raise MixError(ALL_PLACES)
         self._read.setdefault(key, {}).setdefault(spans, operator)
 
-    def keep(self, tensor: Tensor, made: Iterable[Tensor]) -> bool:
-        """Whether tensors that are made of this state, each element of that at its own place, have such places as it
-        has; these are noted."""
-        written, made = self._written[storage_key(tensor)], [one for one in made if is_strided(one)]
-        for one in made:
-            is_read = any(self._reader_of_others(storage_key(one), span) for span in written)
-            if is_read or (one.shape, one.stride()) != (tensor.shape, tensor.stride()):
-                return False
-        for one in made:
-            self._written.setdefault(storage_key(one), set()).update(written)
-        return True
-
     def _reader_of_others(self, key: int, span: _Span) -> str:
         """Which operator has read more of some memory than rows may that write there; empty if none has."""
         reads = self._read.get(key, {}).items()
