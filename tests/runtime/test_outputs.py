@@ -32,7 +32,7 @@ from ..helpers import AT_ONCE, assert_served, batch, check_rows, make
 )
 def test_rule_from_two_sizes(first: tuple[int, ...], second: tuple[int, ...], follows: tuple[Any, ...]) -> None:
     """From the shapes for 3 and 4 rows follow the dimensions of the batch and their factors."""
-    rule = learn_output_rule([ROWS], torch.zeros(first), 3, [(ROWS, 4, torch.zeros(second))])
+    rule = learn_output_rule([ROWS], torch.zeros(first), 3, [(4, torch.zeros(second))])
     assert rule == OutputRule((tuple((dim, factor, ROWS) for dim, factor in follows),))
 
 
@@ -40,7 +40,7 @@ def test_rule_from_two_sizes(first: tuple[int, ...], second: tuple[int, ...], fo
 def test_unknown_rule_is_refused(first: tuple[int, ...], second: tuple[int, ...]) -> None:
     """Rows plus one, another number of dimensions, squares: no rule, and the reason says so."""
     with pytest.raises(CaptureError, match="cut only along dimensions that are a fixed multiple") as caught:
-        learn_output_rule([ROWS], torch.zeros(first), 3, [(ROWS, 4, torch.zeros(second))])
+        learn_output_rule([ROWS], torch.zeros(first), 3, [(4, torch.zeros(second))])
     assert caught.value.reason is Reason.OUTPUT_ROWS_UNKNOWN
 
 

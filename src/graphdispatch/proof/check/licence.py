@@ -18,6 +18,7 @@ from ...modes import EntryState
 from ...reasons import Reason
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.flatten import is_tensor
+from ...runtime.outputs import OutputRule
 from ...runtime.protocols import MOST_ALIKE, Licence, PerCall
 from ...sizes import Axis, lengths_of
 from ..state.guards import StateGuard
@@ -64,6 +65,8 @@ class RowProof:
     """Batches for which Python takes another path than for the graph's size, and why that is so."""
     is_compared: bool = False
     """Whether a padded batch has agreed with eager: an alarm for a rule that is wrong."""
+    output_rule: OutputRule | None = None
+    """Which dimensions of the outputs follow the batch, once a graph has shown it."""
     by_place: str = ""
     """Where rows get something by their place in the batch, if they do; then they are not served in parts."""
     in_parts: dict[int, tuple[Reason, str]] = field(default_factory=dict)

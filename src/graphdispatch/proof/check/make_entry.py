@@ -14,7 +14,7 @@ from ...runtime.entry import CUDAGraphEntry, Workspaces
 from ...runtime.flatten import is_tensor
 from ...runtime.outputs import OutputRule, Outputs
 from ...runtime.overlap import Spans
-from ...sizes import Axis, pack
+from ...sizes import Axis
 from ..state.guards import StateGuard
 from ..watch.operator_trace import OperatorTrace
 from .attempt import CaptureAttempt
@@ -26,8 +26,6 @@ from .output_rule import check_rule, check_values, learn_output_rule
 from .piecewise import PiecewiseGraph
 from .row_proof import RowsShown
 from .run import Recording
-
-_FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less
 
 
 def make_entry(
@@ -57,7 +55,9 @@ def make_entry(
         size=request.size,
         operators=operators,
         proof=shown.proof,
-        traced={request.rows, request.size, shown.rows or request.rows} if like is None else set(like.shown.traced),
+        traced={request.rows, request.size, *(rows for rows, _ in shown.answers)}
+        if like is None
+        else set(like.shown.traced),
         metadata=eager.find_metadata(request.values, guard) if like is None else like.shown.metadata,
         may_leave_effects=eager.effects.may_leave_effects
         or warm_run.may_leave_effects
@@ -146,25 +146,30 @@ def _which_are_new(attempt: CaptureAttempt, is_own: Sequence[bool]) -> Sequence[
 
 
 def _find_output_rule(attempt: CaptureAttempt, output: Any, shown: RowsShown) -> OutputRule:
-    """Which dimensions of ``output``, which a run of ``size`` rows gave, follow the batch: that of an earlier size
-    if there is one (in the present state of the callable, since in another one it may give other outputs), else what
-    the run shows whose rows were followed, else found by a run for each axis, with another extent along that axis
-    alone.
+    """Which dimensions of ``output``, which a run of ``size`` rows gave, follow the batch: what is known of other
+    graphs with the proof; else what the run shows whose rows were followed, by its labels or by its shapes. Where there
+    is no run of another batch, none is padded.
 
     Raises ``CaptureError`` if the outputs cannot be cut to the real rows, or follow the batch differently than in
     other sizes.
     """
-    request, eager = attempt.request, attempt.eager.opened
-    axes = request.inputs.axes
-    # Other sets of graphs share the cache, and may have evicted one of these meanwhile.
-    rule = next((peer.outputs.rule for peer in request.peers if not peer.is_released), None)
+    request, eager, proof = attempt.request, attempt.eager.opened, shown.proof
+    axes, rows = request.inputs.axes, request.rows
+    rule = proof.output_rule if proof is not None else None
     if rule is None and shown.verdict is not None:
         rule = _rule_of(attempt, shown)
     if rule is None:
-        used = {axis for spec in request.inputs.specs for _, axis in spec.spans}
-        others = [(axis, *_run_along(attempt, axis, output)) for axis in axes if axis in used]
-        rule = learn_output_rule(axes, eager, request.rows, others)
-    check_rule(rule, axes, eager, request.rows, output, request.size)
+        others = [(request.size, output), *shown.answers]
+        rule = learn_output_rule(axes, eager, rows, others)
+        alike = (axis for axis in axes if all(axis.of(other) == axis.of(rows) for other, _ in others))
+        if proof is not None and any(axis.of(rows) > 1 for axis in alike):
+            text = "no run of another batch shows which dimensions of the outputs follow it; have a size for it"
+            unknown = Reason.OUTPUT_ROWS_UNKNOWN, text
+            proof.against_rows = proof.against_rows or unknown
+            proof.along = dict.fromkeys(axes[1:], unknown) | proof.along
+    check_rule(rule, axes, eager, rows, output, request.size)
+    if proof is not None:
+        proof.output_rule = rule
     return rule
 
 
@@ -172,58 +177,15 @@ def _rule_of(attempt: CaptureAttempt, shown: RowsShown) -> OutputRule | None:
     """The rule that the labels of the outputs tell of the run whose rows were followed; None if they do not tell it."""
     axes, follows = attempt.request.inputs.axes, list[tuple[tuple[int, int, Axis], ...]]()
     assert shown.verdict is not None
-    for tensor, dims in zip(tensors_in(shown.outputs), shown.verdict.outputs, strict=True):
+    rows, outputs = shown.answers[-1]
+    for tensor, dims in zip(tensors_in(outputs), shown.verdict.outputs, strict=True):
         if dims is None or any(len(followed) > 1 for followed in dims):
             return None
         along = [(dim, axes[followed[0]]) for dim, followed in enumerate(dims) if followed]
-        follows.append(tuple((dim, tensor.shape[dim] // axis.of(shown.rows), axis) for dim, axis in along))
+        follows.append(tuple((dim, tensor.shape[dim] // axis.of(rows), axis) for dim, axis in along))
     rule = OutputRule(tuple(follows))
     try:
-        check_rule(rule, axes, attempt.eager.opened, attempt.request.rows, shown.outputs, shown.rows)
+        check_rule(rule, axes, attempt.eager.opened, attempt.request.rows, outputs, rows)
     except CaptureError:
         return None
     return rule
-
-
-def _run_along(attempt: CaptureAttempt, axis: Axis, output: Any) -> tuple[int, Any]:
-    """A batch with another extent along one axis, and its outputs: that of the graph, whose ``output`` is known if
-    it differs along this axis alone. Else one less; or one more than one, or than two where the call does not take
-    one, as a normalisation over the batch."""
-    request, axes = attempt.request, attempt.request.inputs.axes
-    own, full = axis.of(request.rows), axis.of(request.size)
-
-    def along(extent: int) -> tuple[int, Any]:
-        rows = pack(axes, [extent if one is axis else one.of(request.rows) for one in axes])
-        return rows, output if rows == request.size else _outputs_of(attempt, rows)
-
-    if own != full:
-        return along(full)
-    if own > 1:
-        try:
-            return along(own - 1)
-        except CaptureError as error:
-            if own > _FEWEST or error.__cause__ is None:
-                raise
-    return along(own + 1)
-
-
-def _outputs_of(attempt: CaptureAttempt, rows: int) -> Any:
-    """The outputs for another number of rows: the batch's in turn. Fake tensors would stay in whatever caches the model
-    keeps.
-
-    Raises ``CaptureError`` if the call fails or changes Python state.
-    """
-    request = attempt.request
-    attempt.start_over(f"probing the outputs with {rows} rows")
-    pairs = zip(request.inputs.specs, request.arguments(), strict=True)
-    values = request.values_with(spec.repeated(value, rows) for spec, value in pairs)
-    try:
-        return attempt.run_and_undo(values, lambda _, output: output)
-    except CaptureError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"the call fails for {rows} rows, so it cannot be seen which dimensions of its outputs follow the "
-            f"batch: {error}; if it takes one size alone, declare no batch dimension (dynamic={{}})",
-            Reason.OUTPUT_ROWS_UNKNOWN,
-        ) from error

@@ -1,7 +1,7 @@
 """What the outputs of one call say of its graph: which dimensions follow the batch, and which values are frozen.
 
-Which dimension of an output follows the batch is learnt by comparing a run of the real rows with a run of another
-number of rows, never from a dimension that merely equals the number of rows.
+Which dimension of an output follows the batch is learnt, where no label says so, by comparing a run of the real rows
+with runs of other batches, never from a dimension that merely equals the number of rows.
 """
 
 from collections.abc import Sequence
@@ -40,22 +40,21 @@ def check_rule(rule: OutputRule, axes: Sequence[Axis], tree: Any, rows: int, wid
                 )
 
 
-def learn_output_rule(
-    axes: Sequence[Axis], tree: Any, rows: int, others: Sequence[tuple[Axis, int, Any]]
-) -> OutputRule:
-    """The rule that explains the shapes of outputs for ``rows``, and for ``others``: each with another extent along its
-    axis alone.
+def learn_output_rule(axes: Sequence[Axis], tree: Any, rows: int, others: Sequence[tuple[int, Any]]) -> OutputRule:
+    """The rule that explains the shapes of outputs for ``rows``, and for ``others``.
 
     Raises ``CaptureError`` if an output follows the batch in a way that cannot be cut to the real rows.
     """
     tensors = _tensors(tree)
     found: list[dict[int, tuple[int, int, Axis]]] = [{} for _ in tensors]
-    for axis, _, other in others:
+    for number, other in others:
         for dims, own, theirs in zip(found, tensors, _tensors(other), strict=False):
-            changed = ((dim, a) for dim, (a, b) in enumerate(zip(own.shape, theirs.shape, strict=False)) if a != b)
-            dims |= {dim: (dim, extent // axis.of(rows), axis) for dim, extent in changed}
+            for dim, (a, b) in enumerate(zip(own.shape, theirs.shape, strict=False)):
+                factors = ((axis, *divmod(a, axis.of(rows))) for axis in axes if a != b)
+                fits = [(dim, k, axis) for axis, k, rest in factors if not rest and k * axis.of(number) == b]
+                dims |= {dim: fits[0]} if len(fits) == 1 else {}
     rule = OutputRule(tuple(tuple(dims[dim] for dim in sorted(dims)) for dims in found))
-    for _, number, other in others:
+    for number, other in others:
         check_rule(rule, axes, tree, rows, other, number)
     return rule
 

@@ -114,12 +114,13 @@ class FollowedRun:
 
 
 class RowsShown(NamedTuple):
-    """The proof of a graph's rows; with the batch and the outputs of the run that was made for it, if one was."""
+    """The proof of a graph's rows, and what the runs gave that were made for it."""
 
     proof: RowProof | None
-    rows: int = 0
-    outputs: Any = None
+    answers: Sequence[tuple[int, Any]] = ()
+    """The batch of each run, and its outputs; the last run is the one that proves the graph, if one does."""
     verdict: Verdict | None = None
+    """What that one says, where it follows all axes."""
 
 
 def proof_of(request: CaptureRequest, operators: OperatorTrace) -> RowProof | None:
@@ -141,23 +142,25 @@ def prove_rows(attempt: CaptureAttempt, operators: OperatorTrace) -> RowsShown:
     if not request.follows_rows:
         return RowsShown(None)
     axes, is_word, failure = request.inputs.axes, request.options.rows == "independent", ""
+    answers: list[tuple[int, Any]] = []
     for rows in dict.fromkeys(_batches(request)):
         found = _follow(attempt, rows)
         if isinstance(found, str):
             failure = failure or found
             continue
         run, outputs = found
+        answers.append((rows, outputs))
         if not run.proves(request, operators):
             failure = failure or f"a run of {extents_text(axes, rows)} rows dispatches other operators than the graph"
             continue
         proof = _proof_of(request, run, is_word=is_word)
-        return RowsShown(proof, rows, outputs, run.verdict if not run.single else None)
+        return RowsShown(proof, answers, run.verdict if not run.single else None)
     proof = RowProof(axes=axes, is_word=is_word, mixed=frozenset(axes[1:]))
     if not is_word:
         remedy = _OF_TRAINING if id(DIFFERENTIATES) in attempt.eager.trace.codes else _REMEDY
         text = f"{failure}, so that nothing is shown of its rows; {remedy}"
         proof.against_rows = Reason.PADDING_UNPROVEN, text
-    return RowsShown(proof)
+    return RowsShown(proof, answers)
 
 
 _REMEDY = "CUDAGraphOptions(rows='independent') says that rows are independent, or have a size for the batch (sizes=)"

@@ -406,10 +406,12 @@ class RowRun:
         ``slots.py``. A write in place that makes each element of that at its own place reads nothing else."""
         labels = {}
         for tensor, key in keys:
+            if operator.keeps_places and any(tensor is one for one in written):
+                continue
             if self.slots and tensor in self.slots:
                 label = self.label(tensor) or Label(plain_dims(tensor.shape))
                 labels[id(tensor)] = label._replace(fault=fault_here(True, operator.name, ALL_PLACES))
-            elif key not in self.made and not (operator.keeps_places and any(tensor is one for one in written)):
+            elif key not in self.made:
                 self.slots.note_read(operator.name, tensor)
         return labels
 
