@@ -147,7 +147,7 @@ class ArgumentMetadata:
         self._positions = [place for place, value in enumerate(values) if is_tensor(value)]
         self._state = {id(tensor): (tensor, -1 - place) for place, tensor in enumerate(state)}
         self._captured = self._read(values)
-        self._compared: list[tuple[list[Any], list[torch.Size]]] = []
+        self._compared: list[list[Any]] = []
 
     @property
     def is_full(self) -> bool:
@@ -163,18 +163,18 @@ class ArgumentMetadata:
     def note(self, values: Sequence[Any]) -> None:
         """Note a call that was compared with eager."""
         if not self.has_compared(values):
-            self._compared.append((self._read(values), self._shapes(values)))
+            self._compared.append(self._key(values))
 
     def has_compared(self, values: Sequence[Any]) -> bool:
-        """Whether a call is like one that was compared: of these shapes, if it differs from that of the capture."""
-        now, shapes = self._read(values), self._shapes(values)
-        is_captures = all(map(_same, now, self._captured))
-        return any(
-            all(map(_same, now, one)) and (is_captures or shapes == compared) for one, compared in self._compared
-        )
+        """Whether a call is like one that was compared."""
+        now = self._key(values)
+        return any(all(map(_same, now, one)) for one in self._compared)
 
-    def _shapes(self, values: Sequence[Any]) -> list[torch.Size]:
-        return [values[place].shape for place in self._positions]
+    def _key(self, values: Sequence[Any]) -> list[Any]:
+        """What is read of a call's arguments; with their shapes, if it differs from that of the capture."""
+        read = self._read(values)
+        is_captures = all(map(_same, read, self._captured))
+        return [*read, () if is_captures else tuple(values[place].shape for place in self._positions)]
 
     def _read(self, values: Sequence[Any]) -> list[Any]:
         read = [reader(values[place]) for place in self._positions for reader in self._readers]

@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 
 from ...backends.code_events import is_torch_code
 from ...backends.operators import short_user_line
-from ...errors import ConfigError
-from ...sizes import MOST_AXES
 
 Array = NDArray[Any]
 
@@ -63,14 +61,6 @@ class BatchSpace:
     def __init__(
         self, extents: Sequence[range], own: Sequence[int], like: Iterable[Sequence[int]] | None = None
     ) -> None:
-        if not 1 <= len(extents) <= MOST_AXES or len(own) != len(extents):
-            raise ConfigError(
-                f"extents and own must each have 1 to {MOST_AXES} entries, one for each axis, "
-                f"got {len(extents)} and {len(own)}"
-            )
-        for axis, (extent, length) in enumerate(zip(extents, own, strict=True)):
-            if length not in extent:
-                raise ConfigError(f"own[{axis}] must be one of extents[{axis}] = {extent}, got {length}; add it there")
         self.extents, self.own = tuple(extents), tuple(own)
         self.at = tuple(extent.index(length) for extent, length in zip(extents, own, strict=True))
         self.restrictions: list[Restriction] = []

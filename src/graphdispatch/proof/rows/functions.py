@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ...backends import host_reads
 from ...backends.code_events import AROUND_CALLABLES, is_own_code, is_torch_code
 from ...backends.operators import tensors_in
-from .batches import Array, Num, SizeNumber, is_equal
+from .batches import Num, SizeNumber, is_equal
 from .calls import is_whole
 from .labels import Dim, Label, is_dynamic, own_size, shape_of
 
@@ -45,14 +45,11 @@ _METADATA = _FLAGS.union(_METADATA_NAMES.split())
 _PLAIN = (Tensor, type(None), torch.dtype, torch.device, torch.layout)
 _TAKES_SHAPE = frozenset(_SHAPE_NAMES.split())
 """Functions all of whose numbers are the sizes of their result."""
-_SHAPED = _TAKES_SHAPE | {"unflatten"}
-"""Functions whose result must have the sizes that they are given."""
 _MAKES = _TAKES_SHAPE - {"view", "reshape"} | {"full", "new_full", "repeat", "tile"}
 _SIZE_PLACES = {
     **dict.fromkeys((*_TAKES_SHAPE, "repeat", "tile"), slice(None)),
     "full": slice(0, 1),
     "new_full": slice(1, 2),
-    "unflatten": slice(2, None),
     "narrow": slice(3, 4),
     "split": slice(1, 2),
 }
@@ -122,7 +119,7 @@ class Functions(TorchFunctionMode):
                 raise
             if type(out) is not Tensor:
                 self._check_answer(name, out, args, kwargs)
-            if caller.numbers or name in _SHAPED:
+            if caller.numbers or name in _TAKES_SHAPE:
                 caller.check(out)
         finally:
             run.caller = outer
@@ -148,15 +145,13 @@ class Functions(TorchFunctionMode):
             if attribute not in _SETTABLE:
                 run.doubt(f"{attribute} of a tensor is set")
             return func(*args)
-        label = (run.label_of_size if attribute in ("shape", "nbytes") else run.label)(args[0])
+        label = (run.label_of_size if attribute == "shape" else run.label)(args[0])
         if attribute == "shape" and label is not None:
             return shape_of(label, run.sizes)
         outer, run.caller = run.caller, Caller(run, attribute, args, {})
         try:
             if label is None:
                 return func(*args)
-            if attribute == "nbytes":
-                return run.sizes.numel(label.dims) * args[0].itemsize
             if attribute in _DATA and run.follows(args[0]):
                 run.doubt(f"{attribute} takes data to the host")
             out = func(*args)
@@ -230,7 +225,6 @@ class Caller:
             return args, dict(named)
         by_name = {key: (self._size if key in _SIZE_NAMES else _number)(value) for key, value in named.items()}
         if name in ("__getitem__", "__setitem__"):
-            self.arguments = args = (args[0], self._without_whole_slices(args[0], args[1]), *args[2:])
             self._find_doubles()
             return (args[0], self._index(args[1]), *map(_number, args[2:])), by_name
         if name not in _MAKES and name not in _TAKES_SHAPE:
@@ -238,18 +232,6 @@ class Caller:
         end_of_range = slice(len(args) > 1, 2) if name == "arange" else slice(0)
         places = range(len(args))[_SIZE_PLACES.get(name, end_of_range)]
         return tuple((self._size if i in places else _number)(v) for i, v in enumerate(args)), by_name
-
-    def _without_whole_slices(self, tensor: Any, index: Any) -> Any:
-        """An index, with ``:`` for leading slices that end where their dimension ends, for all batches."""
-        parts = index if isinstance(index, tuple) else (index,)
-        label = self.run.label(tensor) if isinstance(tensor, Tensor) else None
-        if label is None or label.is_lost or not all(type(part) is slice for part in parts):
-            return index
-        ends = map(self.run.sizes.values, label.dims)
-        return tuple(
-            slice(None) if not (part.start or part.step) and _is_end(part.stop, end) else part
-            for part, end in zip(parts, ends, strict=False)
-        )
 
     def _find_doubles(self) -> None:
         """A plain number of the same call that equals a size by chance would be taken for it: such a size is bound."""
@@ -283,13 +265,8 @@ class Caller:
     def check(self, out: Any) -> None:
         """Each number given as a size must be that of the result for all batches; any other narrows the run."""
         label = self.run.label(out) if isinstance(out, Tensor) else None
-        if label is not None and not label.is_lost:
-            if self.function in _TAKES_SHAPE:
-                self._check_sizes(self.sizes if self.sizes is not None else self._given_sizes(), label.dims)
-            elif self.function == "unflatten" and self.numbers:
-                sizes = tuple(filter(_is_size, _leaves(self.arguments[2:])))
-                at = self.arguments[1] % (len(label.dims) - len(sizes) + 1)
-                self._check_sizes(sizes, label.dims[at : at + len(sizes)])
+        if label is not None and not label.is_lost and self.function in _TAKES_SHAPE:
+            self._check_sizes(self.sizes if self.sizes is not None else self._given_sizes(), label.dims)
         for own, number in self.numbers.items():
             if own not in self._accounted:
                 number.plain()
@@ -305,10 +282,6 @@ class Caller:
             outcome = np.broadcast_arrays(self.run.sizes.values(dim) == values, self.run.sizes.values(dim))[0]
             own = size.text if isinstance(size, Num) else str(size)
             self.run.space.restrict(outcome, f"{self.function}() takes {own} for a size of {own_size(dim)}")
-
-
-def _is_end(number: Any, end: Array) -> bool:
-    return isinstance(number, Num) and bool((number.values == end).all())
 
 
 def _is_same(one: Num, other: Num) -> bool:

@@ -5,6 +5,7 @@ import numpy as np
 from .batches import Array, Num, is_equal
 from .calls import Call, Rule, flat, view_of
 from .labels import Atom, Dim, Label, UnknownError, has_rows, is_dynamic, merged, own_size, plain_dim
+from .rule_text import TextRule
 
 
 def _moved(label: Label, dims: tuple[Dim, ...], *, is_whole: bool = True) -> Label:
@@ -167,19 +168,13 @@ def split(c: Call) -> list[Label]:
     at = c.place("dim", len(label.dims))
     old, before, after = label.dims[at], label.dims[:at], label.dims[at + 1 :]
     is_unbind = c.name.startswith("unbind")
-    if not is_dynamic(old):
-        if is_unbind:
-            return c.each(_moved(label, (*before, *after), is_whole=False))
-        return [_moved(label, (*before, plain_dim(o.shape[at]), *after), is_whole=False) for o in c.outs]
-    count, parts = len(c.outs), [] if is_unbind else _whole_parts(c, old)
-    if parts:
-        return [_moved(label, (*before, part, *after), is_whole=False) for part in parts]
-    if count == 1 and not is_unbind and _is_one_part(c, old):
-        return [label]
-    c.space.restrict(c.sizes.values(old), "splits a size that follows the batch")
-    if has_rows(old):
-        raise UnknownError("parts of the rows")
-    c.blend([old], "parts of a length")
+    if is_dynamic(old):
+        if not is_unbind and (parts := _whole_parts(c, old)):
+            return [_moved(label, (*before, part, *after), is_whole=False) for part in parts]
+        c.space.restrict(c.sizes.values(old), "splits a size that follows the batch")
+        if has_rows(old):
+            raise UnknownError("parts of the rows")
+        c.blend([old], "parts of a length")
     if is_unbind:
         return c.each(_moved(label, (*before, *after), is_whole=False))
     return [_moved(label, (*before, plain_dim(o.shape[at]), *after), is_whole=False) for o in c.outs]
@@ -196,29 +191,6 @@ def _whole_parts(c: Call, old: Dim) -> list[Dim]:
     parts = [None if number is None else _copies(c, old, number.values) for number in numbers]
     made = [part for part in parts if part is not None]
     return made if len(made) == count and sum(map(own_size, made)) == own_size(old) else []
-
-
-def _is_one_part(c: Call, old: Dim) -> bool:
-    """Whether a split gives all in one part; then the run speaks for the sizes of which it does."""
-    size = c.a.get("split_size")
-    if c.caller.function != "split" or type(size) is not int or c.caller.size(size) is not None:
-        return False
-    c.space.restrict(np.minimum(-(-c.sizes.values(old) // size), 2), "splits a size that follows the batch")
-    return True
-
-
-def retyped(c: Call) -> list[Label]:
-    """The same memory as numbers of another type."""
-    label, out = c.certain_label(c.first), c.outs[0]
-    dims = label.dims
-    if tuple(out.shape) == tuple(map(own_size, dims)):
-        return [Label(dims)]
-    if out.dim() == len(dims) + 1:
-        return [Label((*dims, plain_dim(out.shape[-1])))]
-    c.blend([dims[-1]], "rows as parts of numbers")
-    if out.dim() == len(dims) - 1:
-        return [Label(dims[:-1])]
-    return [Label((*dims[:-1], c.resized(dims[-1], out.shape[-1])))]
 
 
 def as_strided(c: Call) -> list[Label]:
@@ -238,8 +210,11 @@ RULES: dict[Rule, str] = {
     select: "select",
     slice_: "slice",
     split: "split split_with_sizes unbind unsafe_split split_with_sizes_copy unbind_copy",
-    retyped: "view_as_complex view_as_real",
+    TextRule("... two* -> ..."): "view_as_complex",
+    TextRule("... -> ... two"): "view_as_real",
     as_strided: "as_strided",
 }
+RETYPED = TextRule("... a* -> ... a")
+"""The same memory as numbers of another type, in ``view``."""
 _OF_SELF = (view, permute, unsqueeze, squeeze, expand, select, slice_, split, as_strided)
 PLACES: dict[Rule, tuple[str, ...]] = dict.fromkeys(_OF_SELF, ("self",))
