@@ -87,7 +87,7 @@ class BatchSpace:
 
     def of_run(self, values: Array) -> Any:
         """The entry of the run's own batch in an array that broadcasts to all batches."""
-        return values[tuple(i if k > 1 else 0 for i, k in zip(self.at, values.shape, strict=True))]
+        return entry_at(values, self.at)
 
     def restrict(self, outcome: Array, what: str, *, at_line: bool = True) -> None:
         """Speak for the batches alone whose outcome is that of the run; ``at_line``: and name the running line."""
@@ -103,7 +103,7 @@ class BatchSpace:
             return
         self.restrictions.append(Restriction(mask, what, short_user_line() if at_line else ""))
         if self._like is not None:
-            self._like = [at for at in self._like if _entry(mask, at)]
+            self._like = [at for at in self._like if entry_at(mask, at)]
             if not self._like:
                 raise LeftPathError
 
@@ -119,7 +119,7 @@ class BatchSpace:
             return f"the run looked at batches of {' x '.join(f'{e.start} to {e[-1]}' for e in self.extents)}"
         if any(extent < 2 and extent != own for extent, own in zip(extents, self.own, strict=True)):
             return "a size of one broadcasts, so that it takes a run of its own"
-        return next((str(one) for one in self.restrictions if not _entry(one.mask, at)), "")
+        return next((str(one) for one in self.restrictions if not entry_at(one.mask, at)), "")
 
     def place_of(self, extents: Sequence[int]) -> tuple[int, ...] | None:
         """Where a batch lies in arrays over all batches."""
@@ -128,7 +128,8 @@ class BatchSpace:
         return tuple(e.index(x) for x, e in zip(extents, self.extents, strict=True))
 
 
-def _entry(values: Array, at: Sequence[int]) -> Any:
+def entry_at(values: Array, at: Sequence[int]) -> Any:
+    """The entry of the batch that lies there, in an array that broadcasts to all batches."""
     return values[tuple(i if k > 1 else 0 for i, k in zip(at, values.shape, strict=True))]
 
 

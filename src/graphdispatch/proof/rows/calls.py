@@ -183,13 +183,6 @@ class Call:
         self.space.restrict_to_own(sorted(axes_of(old)), "a size that no rule tells for other batches")
         return plain_dim(size)
 
-    def computed(self, old: Dim, values: Any, size: int) -> Dim:
-        """A dimension whose size follows from that of ``old``, with elements that lie at other places than there."""
-        if not is_dynamic(old):
-            return plain_dim(size)
-        self.blend([old], "rows at other places")
-        return self.sizes.dim_of_values(values)
-
     def require_places(self, dim: Dim, least: int, most: int) -> None:
         """Code names places of a dimension by numbers, from ``least`` (below zero: from the end) to ``most``. The run
         speaks for sizes that have these places: for others the operator raises."""

@@ -9,9 +9,7 @@ from .labels import (
     Label,
     Tag,
     has_rows,
-    is_dynamic,
     merged,
-    own_size,
     plain_dim,
     plain_dims,
 )
@@ -81,8 +79,6 @@ def _behind(c: Call, parts: Sequence[Dim]) -> Dim:
     """One dimension of several, one behind the other."""
     if len(parts) == 1:
         return parts[0]
-    if not any(map(is_dynamic, parts)):
-        return plain_dim(sum(map(own_size, parts)))
     heads = [part[0] if part and type(part[0]) is int else 1 for part in parts]
     tails = {part[1:] if part and type(part[0]) is int else part for part in parts}
     if len(tails) == 1:
@@ -114,7 +110,8 @@ def pad(c: Call) -> list[Label]:
         before, after = widths[2 * place : 2 * place + 2]
         at = len(dims) - 1 - place
         if before or after:
-            dims[at] = c.computed(dims[at], c.sizes.values(dims[at]) + before + after, c.outs[0].shape[at])
+            c.blend([dims[at]], "rows at other places")
+            dims[at] = c.sizes.dim_of_values(c.sizes.values(dims[at]) + before + after)
     return [Label(tuple(dims))]
 
 

@@ -85,7 +85,7 @@ RULES: dict[Rule, str] = {
     TextRule("... a* b* c* -> ... a b c, ... a b c"): """max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d
         adaptive_max_pool3d upsample_trilinear3d pixel_shuffle pixel_unshuffle""",
     TextRule("n c* ... -> n c ..."): "channel_shuffle",
-    TextRule("n ...* -> n ..., ?, ?"): "native_group_norm mkldnn_convolution convolution _convolution",
+    TextRule("n ...* -> n ..., ?, ?"): "native_group_norm mkldnn_convolution",
     layer_norm: "native_layer_norm _fused_rms_norm",
     batch_norm: """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm
         _batch_norm_with_update _batch_norm_no_update""",

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ...backends import host_reads
 from ...backends.code_events import AROUND_CALLABLES, is_own_code, is_torch_code
 from ...backends.operators import tensors_in
-from .batches import Num, SizeNumber, is_equal
+from .batches import Array, Num, SizeNumber, is_equal
 from .calls import is_whole
 from .labels import Dim, Label, is_dynamic, own_size, shape_of
 
@@ -339,15 +339,6 @@ def _numel_answer(run: "RowRun", label: Label, tensor: Tensor) -> Any:
     return run.sizes.numel(label.dims)
 
 
-def _length_answer(run: "RowRun", label: Label, tensor: Tensor) -> Any:
-    return shape_of(label, run.sizes)[0]
-
-
-def _stride_answer(run: "RowRun", label: Label, tensor: Tensor, dim: Any = None) -> Any:
-    run.sizes.lose(label, "Python reads strides")
-    return tensor.stride() if dim is None else tensor.stride(dim)
-
-
 def _contiguous_answer(run: "RowRun", label: Label, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not is_whole(tensor):  # a part of a size may be all of another one
         run.sizes.lose(label, "Python reads how a part lies in memory")
@@ -359,8 +350,6 @@ _SIZES: dict[str, Callable[..., Any]] = {
     "sym_size": _size_answer,
     "numel": _numel_answer,
     "nelement": _numel_answer,
-    "__len__": _length_answer,
-    "stride": _stride_answer,
     "is_contiguous": _contiguous_answer,
 }
 """Questions that are answered with numbers made of sizes."""

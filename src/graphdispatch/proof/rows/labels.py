@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...backends.operators import short_user_line
-from .batches import Array, BatchSpace, Num, SizeNumber, is_equal
+from .batches import Array, BatchSpace, Num, SizeNumber, entry_at, is_equal
 
 ROWS_AXIS = 0
 
@@ -267,8 +267,7 @@ class Sizes:
 
     def at(self, dim: Dim, where: tuple[int, ...]) -> int:
         """The size in the batch that lies there."""
-        values = self.values(dim)
-        return int(values[tuple(i if k > 1 else 0 for i, k in zip(where, values.shape, strict=True))])
+        return int(entry_at(self.values(dim), where))
 
 
 def shape_of(label: Label, sizes: Sizes) -> torch.Size:

@@ -1,8 +1,21 @@
-"""Rules of products: matrices, attention and recurrent layers."""
+"""Rules of products: matrices, attention, convolutions and recurrent layers."""
 
 from .calls import Call, Rule
-from .labels import Label, lies_along_rows
+from .labels import Label, lies_along_rows, own_size, plain_dim
 from .rule_text import TextRule
+
+
+def convolution(c: Call) -> list[Label]:
+    """A convolution of (batch, channels, lengths). In steps of one it changes each length by as much."""
+    (rows, *others), sizes = c.certain_label("input").dims, c.outs[0].shape
+    c.blend(others, "a convolution over rows")
+    is_shift = not c.a["transposed"] and max(c.a["stride"]) == 1
+    dims = [rows, plain_dim(sizes[1])]
+    for old, size in zip(others[1:], sizes[2:], strict=True):
+        more = c.sizes.values(old) + (size - own_size(old))
+        dims.append(c.sizes.dim_of_values(more) if is_shift else c.resized(old, size))
+    return [Label(tuple(dims))]
+
 
 _WEIGHTS = ", _"
 _LAYER = [TextRule(f"n s* w*{12 * _WEIGHTS}{mask} -> n s w") for mask in ("", ", n ...*")]
@@ -29,6 +42,7 @@ RULES: dict[Rule, str] = {
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
         _scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention
         _scaled_dot_product_fused_attention_overrideable""",
+    convolution: "convolution _convolution",
     fused_layer: "_transformer_encoder_layer_fwd _native_multi_head_attention",
     TextRule("s* n w*, _, _, _, _, ... n h*, ... n h* -> s n o, ... n h, ... n h, ?"): "mkldnn_rnn_layer",
 }
