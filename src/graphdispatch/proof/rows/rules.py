@@ -45,7 +45,7 @@ def _rule_of_torch(func: OpOverload) -> Rule | None:
         return None
     name = func._schema.name.partition("::")[2]
     if name in ("view", "view_copy") and func._overloadname.startswith("dtype"):
-        return views.RETYPED
+        return views.retyped
     found = TABLE.get(name) or (TABLE.get(name[:-1]) if name.endswith("_") and not name.startswith("__") else None)
     return found or (pointwise if torch.Tag.pointwise in func.tags else None)
 

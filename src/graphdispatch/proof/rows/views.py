@@ -193,6 +193,14 @@ def _whole_parts(c: Call, old: Dim) -> list[Dim]:
     return made if len(made) == count and sum(map(own_size, made)) == own_size(old) else []
 
 
+_BITS, _PARTS = TextRule("... -> ..."), TextRule("... a* -> ... a")
+
+
+def retyped(c: Call) -> list[Label]:
+    """The same memory as numbers of another type, which may be wider or narrower."""
+    return (_BITS if c.outs[0].shape == c.first.shape else _PARTS)(c)
+
+
 def as_strided(c: Call) -> list[Label]:
     """Any view of memory; only the same one is known, where strides of dimensions of one element say nothing."""
     before = c.before if c.writes else view_of(c.first)  # in place the argument is as it is afterwards
@@ -214,7 +222,5 @@ RULES: dict[Rule, str] = {
     TextRule("... -> ... two"): "view_as_real",
     as_strided: "as_strided",
 }
-RETYPED = TextRule("... a* -> ... a")
-"""The same memory as numbers of another type, in ``view``."""
 _OF_SELF = (view, permute, unsqueeze, squeeze, expand, select, slice_, split, as_strided)
 PLACES: dict[Rule, tuple[str, ...]] = dict.fromkeys(_OF_SELF, ("self",))
