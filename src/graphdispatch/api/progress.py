@@ -40,17 +40,7 @@ def bar() -> Iterator[Progress]:
             "progress=True shows a bar with rich, which is not installed: pip install rich, or give a function "
             "(done, total, seconds_left) -> None"
         ) from None
-    columns = (
-        progress.TextColumn("capturing graphs"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[left]}"),
-    )
+    columns = (*progress.Progress.get_default_columns(), progress.MofNCompleteColumn())
     with progress.Progress(*columns, console=Console(stderr=True)) as shown_bar:
-        task = shown_bar.add_task("", total=None, left="")
-
-        def show(done: int, total: int, seconds_left: float) -> None:
-            left = f"{seconds_left:.0f} s left" if done < total else "done"
-            shown_bar.update(task, completed=done, total=total, left=left)
-
-        yield show
+        task = shown_bar.add_task("capturing graphs", total=None)
+        yield lambda done, total, _: shown_bar.update(task, completed=done, total=total)
