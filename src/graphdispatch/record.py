@@ -46,8 +46,7 @@ from .runtime.constants import VALUES
 from .runtime.entry import CUDAGraphEntry
 from .runtime.flatten import describe, is_tensor
 from .runtime.outputs import OutputRule, Outputs, copied_from, first_rows
-from .runtime.protocols import Capturer, Guard
-from .runtime.request import CaptureRequest, CaptureResult
+from .runtime.protocols import Capturer, CaptureRequest, CaptureResult, Guard
 from .runtime.rules import graph_name
 from .runtime.windows import paused_collector
 from .sizes import Axis

@@ -28,7 +28,7 @@ from graphdispatch.errors import DeviceLostError, ReplayError
 from graphdispatch.proof.check import attempt, pipeline
 from graphdispatch.runtime import windows
 from graphdispatch.runtime.entry import CUDAGraphEntry
-from graphdispatch.runtime.request import CaptureRequest
+from graphdispatch.runtime.protocols import CaptureRequest
 from graphdispatch.runtime.static_inputs import StaticInputs
 from graphdispatch.runtime.windows import Windows, storages_of
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from ..config import CUDAGraphOptions
 from ..runtime.entry import CUDAGraphEntry
-from ..runtime.protocols import Capturer, Guard
-from ..runtime.request import CaptureRequest, CaptureResult
+from ..runtime.protocols import Capturer, CaptureRequest, CaptureResult, Guard
 from .check.compare import gap_between
 from .check.pipeline import capture_entry, verify_entry
 from .state.guards import StateGuard

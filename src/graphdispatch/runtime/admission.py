@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeVar
 from ..copying import make_lock
 from ..errors import check_count
 from ..reasons import Reason
+from .protocols import CaptureResult
 from .replay import next_use
-from .request import CaptureResult
 
 T = TypeVar("T", bound=CaptureResult | None)
 

@@ -23,9 +23,8 @@ from .group import GraphGroup, Route
 from .health import FIRST_CAPTURES, Health
 from .memory import MemoryReport, bytes_of, memory_report
 from .outputs import OutputView
-from .protocols import Capturer, Guard
+from .protocols import Capturer, CaptureRequest, CaptureResult, Guard
 from .ranks import Ranks
-from .request import CaptureRequest, CaptureResult
 from .rules import ArgumentRules, callable_name
 from .signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
 from .static_inputs import StaticInputs, varied

@@ -18,8 +18,8 @@ from ..stats import COUNTED_BY_HITS, CUDAGraphStats, Gain, HitCounts
 from .decide import Decision
 from .entry import CUDAGraphEntry
 from .group import GraphGroup
+from .protocols import CaptureResult
 from .replay import count_hit
-from .request import CaptureResult
 
 MOST_PARTS = 8
 """A batch above the largest size is served in so many parts at most."""

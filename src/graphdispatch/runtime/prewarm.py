@@ -21,7 +21,7 @@ from .decide import Decision, SizeTable
 from .entry import CUDAGraphEntry
 from .graph_set import GraphSet, memory_of
 from .group import GraphGroup, Route
-from .request import CaptureResult
+from .protocols import CaptureResult
 from .rules import callable_name
 from .server import Server
 from .signature import Refusal

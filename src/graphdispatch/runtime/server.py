@@ -48,9 +48,8 @@ from .graph_set import GraphSet
 from .group import MOST_IN_A_ROW, GraphGroup, Route, StayEager
 from .health import FIRST_CALLS, Health
 from .parts import Parts
-from .protocols import MOST_ALIKE, Capturer, Guard
+from .protocols import MOST_ALIKE, Capturer, CaptureResult, Guard
 from .replay import next_use
-from .request import CaptureResult
 from .rules import callable_name
 from .signature import NO_MATCH, Refusal
 from .windows import WINDOWS, storages_of

@@ -14,7 +14,7 @@ from ...errors import CaptureError, DeviceLostError, ReplayError, error_of_signa
 from ...modes import CUDAGraphMode
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.flatten import is_tensor
-from ...runtime.request import CaptureRequest
+from ...runtime.protocols import CaptureRequest
 from ..watch.effects import EffectRecorder, Region, redo, retry_once, undo
 from ..watch.memory import MemoryWatch, Runner
 from ..watch.trace import CodeTrace

@@ -22,7 +22,7 @@ from ...backends.operators import (
 from ...errors import CaptureError
 from ...reasons import Reason
 from ...runtime.flatten import is_tensor
-from ...runtime.request import CaptureRequest
+from ...runtime.protocols import CaptureRequest
 from ..breaks import ACTIVE, breaks_at
 from ..state.walk import StateWalk
 from ..watch.memory import MemoryWatch, Runner

@@ -18,7 +18,7 @@ from ...errors import CaptureError, VerificationError
 from ...reasons import Reason
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.overlap import may_overlap_itself, share_memory
-from ...runtime.request import CaptureRequest
+from ...runtime.protocols import CaptureRequest
 from ..watch.effects import Region, first_uncovered, first_uncovered_within
 from .eager_run import EagerRun
 from .licence import float_types_of

@@ -25,7 +25,7 @@ from ...errors import CaptureError, error_of_signal
 from ...reasons import Reason
 from ...runtime.attributes import attribute_table
 from ...runtime.flatten import FlatCall, Leaves
-from ...runtime.request import CaptureRequest, CaptureResult
+from ...runtime.protocols import CaptureRequest, CaptureResult
 from ...runtime.signature import PLAIN_TENSORS
 from ..breaks import breaks_at
 from ..check.licence import ArgumentMetadata

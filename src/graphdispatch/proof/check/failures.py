@@ -10,7 +10,7 @@ from torch import nn
 from ...errors import GraphDispatchError, ReplayError, VerificationError
 from ...reasons import Reason
 from ...runtime.flatten import FlatCall
-from ...runtime.request import CaptureRequest, CaptureResult
+from ...runtime.protocols import CaptureRequest, CaptureResult
 from .piecewise import is_check_of_distribution, optimizer_within, places_within
 
 _log = logging.getLogger("graphdispatch")

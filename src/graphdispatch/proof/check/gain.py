@@ -5,7 +5,7 @@ from contextvars import copy_context
 
 from ...modes import CUDAGraphMode
 from ...runtime.entry import CUDAGraphEntry
-from ...runtime.request import CaptureRequest
+from ...runtime.protocols import CaptureRequest
 from ...stats import Gain
 from .attempt import CaptureAttempt
 

@@ -37,7 +37,7 @@ from ...errors import CaptureError
 from ...reasons import Reason
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.outputs import first_rows
-from ...runtime.request import CaptureRequest
+from ...runtime.protocols import CaptureRequest
 from ...runtime.static_inputs import holds_flags
 from ...sizes import Axis, extents_text, lengths_of, pack
 from ..watch.operator_trace import OperatorTrace

@@ -40,7 +40,7 @@ from ...errors import CaptureError, VerificationError, error_of_signal
 from ...modes import CUDAGraphMode, EntryState
 from ...reasons import Reason
 from ...runtime.entry import CUDAGraphEntry
-from ...runtime.request import CaptureRequest, CaptureResult
+from ...runtime.protocols import CaptureRequest, CaptureResult
 from ...runtime.rules import graph_name
 from ...runtime.windows import WINDOWS, paused_collector
 from ..state.guards import StateGuard

@@ -22,7 +22,7 @@ from ...backends.operators import is_strided, storage_key, tensors_in
 from ...errors import CaptureError
 from ...reasons import Reason
 from ...runtime.parts import MOST_PARTS
-from ...runtime.request import CaptureRequest
+from ...runtime.protocols import CaptureRequest
 from ...runtime.static_inputs import largest_within
 from ...sizes import extents_text, lengths_of, pack
 from ..rows.batches import BatchSpace, LeftPathError

@@ -18,7 +18,7 @@ from ...backends.operators import storage_key, tensors_in
 from ...backends.tracing import uncached_casts
 from ...errors import CaptureError
 from ...runtime.outputs import copied_from
-from ...runtime.request import CaptureRequest
+from ...runtime.protocols import CaptureRequest
 from ..watch.memory import MemoryWatch, Runner
 
 T = TypeVar("T")
