@@ -174,6 +174,14 @@ def test_sequence_of_padding(name: str, pad: dict[str, int]) -> None:
     assert reason(step, ids[:, :5].clone(), ones[:, :5].clone()) is wanted
 
 
+def test_sequence_behind_a_mask_of_numbers() -> None:
+    """A mask of floating-point ones beside features is one in a prewarm, too: such a model is padded from then on."""
+    dims = {"x": DIMS, "mask": {0: "batch", 1: "seq"}}
+    step = make(lambda x, mask: (x * mask[..., None]).sum(1), dynamic=dims, sizes=[4])
+    step.prewarm(torch.randn(4, 8, 3), torch.ones(4, 8))
+    assert reason(step, torch.randn(4, 5, 3), torch.ones(4, 5)) is Reason.PADDED
+
+
 def test_sequence_that_begins_as_padding() -> None:
     """The first element of each sequence may be what padding is: an example is looked at as a whole."""
     ids = torch.arange(32).view(4, 8) % 5

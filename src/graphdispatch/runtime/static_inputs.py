@@ -243,11 +243,12 @@ def varied(inputs: StaticInputs, leaves: Sequence[Any], rows: int, number: int =
     Each ``number`` makes another one.
 
     Each number is up to a quarter larger or smaller, so that zeros and what is not finite stay; but a tensor of
-    zeros alone gets other numbers. A mask of a sequence of integers, zeros and ones for its elements, stays one.
+    zeros alone gets other numbers. A mask, zeros and ones for the elements of a sequence of integers or of several
+    numbers, stays one.
     """
     along = [spec for spec in inputs.specs if any(axis is not inputs.axes[0] for _, axis in spec.spans)]
-    has_integers = any(spec.is_integer for spec in along)
-    may_be_masks = [spec for spec in along if has_integers and len(spec.spans) == len(spec.shape)]
+    plain = [spec for spec in along if len(spec.spans) == len(spec.shape) and not spec.is_integer]
+    may_be_masks = plain if len(plain) < len(along) else []
     generator = torch.Generator().manual_seed(rows + number)
     batch = resized(inputs, leaves, rows, shift=1 + number)
     for spec in inputs.specs:
