@@ -15,9 +15,9 @@ from .labels import (
     MixError,
     UnknownError,
     axes_of,
+    flat,
     has_rows,
     is_dynamic,
-    merged,
     numbers_places,
     own_size,
     plain_dim,
@@ -232,11 +232,6 @@ def view_of(tensor: Tensor) -> View:
     shape = tuple(tensor.shape)
     strides = tuple(stride for extent, stride in zip(shape, tensor.stride(), strict=True) if extent > 1)
     return shape, strides, int(tensor.storage_offset())
-
-
-def flat(dims: Iterable[Dim]) -> Dim:
-    """All dimensions as one."""
-    return merged(atom for dim in dims for atom in dim)
 
 
 def is_whole(tensor: Tensor) -> bool:

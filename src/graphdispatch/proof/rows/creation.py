@@ -1,6 +1,7 @@
 """Rules of operators that make tensors of sizes, or put tensors together."""
 
 from collections.abc import Sequence
+from functools import reduce
 
 from .calls import Call, Rule
 from .elementwise import WIDE
@@ -53,10 +54,8 @@ def cat(c: Call) -> list[Label]:
     tensors = [t for t in c.a["tensors"] if t.dim() > 1 or t.numel()]
     labels = list(map(c.certain_label, tensors))
     at = c.place("dim", c.outs[0].dim())
-    dims = [
-        _joined_all(c, [label.dims[i] for label in labels]) if i != at else _behind(c, [x.dims[at] for x in labels])
-        for i in range(c.outs[0].dim())
-    ]
+    sides = enumerate(zip(*(label.dims for label in labels), strict=True))
+    dims = [_behind(c, side) if place == at else reduce(c.sizes.joined, side) for place, side in sides]
     return [Label(tuple(dims), tag=_one_choice(c, labels))]
 
 
@@ -66,13 +65,6 @@ def _one_choice(c: Call, labels: Sequence[Label]) -> Tag | None:
     limits = {tag.of[1] if tag is not None and tag.kind == "chosen" else None for tag in tags}
     limit = limits.pop() if len(limits) == 1 else None
     return Tag("chosen", (object(), limit)) if limit is not None and c.outs[0].dtype in WIDE else None
-
-
-def _joined_all(c: Call, dims: Sequence[Dim]) -> Dim:
-    joined = dims[0]
-    for dim in dims[1:]:
-        joined = c.sizes.joined(joined, dim)
-    return joined
 
 
 def _behind(c: Call, parts: Sequence[Dim]) -> Dim:

@@ -125,6 +125,11 @@ def merged(atoms: Iterable[Atom | int]) -> Dim:
     return tuple(made)
 
 
+def flat(dims: Iterable[Dim]) -> Dim:
+    """All dimensions as one."""
+    return merged(atom for dim in dims for atom in dim)
+
+
 def numbers_places(label: Label) -> bool:
     """Whether the elements are places of rows in the batch: whatever has them as data follows where a row lies."""
     return label.tag is not None and label.tag.kind == "numbers"
@@ -188,7 +193,7 @@ class Sizes:
 
     def numel(self, dims: Iterable[Dim]) -> Any:
         """The number of elements as Python gets it."""
-        return self.number(merged(atom for dim in dims for atom in dim))
+        return self.number(flat(dims))
 
     def dim_of(self, number: Any) -> Dim:
         """The dimension of a size that Python or a rule computed."""
@@ -262,7 +267,7 @@ class Sizes:
 
     def lose(self, label: Label, what: str) -> None:
         """Speak for the own extents alone along all axes that a label follows."""
-        axes = range(len(self.axes)) if label.is_lost else sorted(axes_of(merged(a for dim in label.dims for a in dim)))
+        axes = range(len(self.axes)) if label.is_lost else sorted(axes_of(flat(label.dims)))
         self.space.restrict_to_own(axes, what)
 
     def at(self, dim: Dim, where: tuple[int, ...]) -> int:

@@ -105,15 +105,10 @@ def index_put(c: Call) -> list[Label]:
     if len(indices) == 1 and indices[0] is not None and is_flags(indices[0]):
         if values.dim():
             raise UnknownError("a choice by flags")
-        flags = c.certain_label(indices[0]).dims
-        for dim, own in zip(flags, label.dims, strict=False):
-            if has_rows(dim) and not has_rows(own):
-                raise MixError("rows where none lie")
-            c.sizes.joined(own, dim)
+        c.fit(label.dims[: indices[0].dim()], indices[0])
         return [Label(label.dims)]
-    rearranged = places_put(c, indices[0], values) if len(indices) == 1 else None
-    if rearranged is not None:
-        return [rearranged]
+    if len(indices) == 1 and (put := places_put(c, indices[0], values)) is not None:
+        return [put]
     return _put(c, indices, values, adds=bool(c.a["accumulate"]))
 
 

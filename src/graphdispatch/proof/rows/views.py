@@ -3,8 +3,8 @@
 import numpy as np
 
 from .batches import Array, Num, is_equal
-from .calls import Call, Rule, flat, view_of
-from .labels import Atom, Dim, Label, UnknownError, has_rows, is_dynamic, merged, own_size, plain_dim
+from .calls import Call, Rule, view_of
+from .labels import Atom, Dim, Label, UnknownError, flat, has_rows, is_dynamic, merged, own_size, plain_dim
 from .rule_text import TextRule
 
 
