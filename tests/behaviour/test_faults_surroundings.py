@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphdispatch import Reason, graphed
+from graphdispatch.backends import base
 from graphdispatch.backends.code_events import CodeListener
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.cpu.recorder import Recorder
@@ -178,6 +179,7 @@ def test_a_pad_function_may_refuse_numbers() -> None:
         (Recorder, "pause"),
         (CodeListener, "end"),
         (torch.utils._python_dispatch, "_pop_mode"),
+        (base, "listen_as_before"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

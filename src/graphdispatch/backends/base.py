@@ -343,6 +343,13 @@ class _Watched(AbstractContextManager[None]):
         self._watch.depth += 1
 
     def __exit__(self, *_: object) -> None:
+        try:
+            self._end()
+        except BaseException:  # the interrupt has come upon this
+            self._end()
+            raise
+
+    def _end(self) -> None:
         if self._watch.capture is not None:
             self._watch.capture.abort()
         restore_modes(self._modes)

@@ -23,7 +23,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...backends.code_events import AROUND_OPERATORS, CodeListener, is_code_of_proof, is_own_code, is_torch_code
 from ...errors import CaptureError
@@ -307,7 +306,9 @@ class CodeTrace(CodeNotes, CodeListener):
             if is_new or id(code) in _HOOKING:
                 notes.codes[id(code)] = code
                 try:
-                    with _disable_current_modes():  # which would take what is looked at for operators of the run
+                    with (
+                        torch._C._DisableTorchDispatch()
+                    ):  # which would take what is looked at for operators of the run
                         self._read(notes, code, frame)
                 except Exception as error:  # which would end the user's call
                     self.is_deaf = True
