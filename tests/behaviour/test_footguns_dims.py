@@ -118,6 +118,21 @@ def test_sequence_mixed_in_longer_graphs() -> None:
     assert reason(step, torch.randn(4, 10, 3)) is Reason.ROWS_MIX
 
 
+def test_sequence_mixed_before_another_length() -> None:
+    """A place that only another, longer sequence has meets padding: early calls have that shorter."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        sees = torch.arange(x.shape[1])[:, None] >= torch.arange(y.shape[1])[None]
+        return (x @ y.transpose(1, 2)).masked_fill(~sees, -1e9).softmax(2) @ y
+
+    dims = {"x": {0: "batch", 1: Dim("seq", sizes=[8])}, "y": {0: "batch", 1: Dim("other", sizes=[8])}}
+    step = make(fn, dynamic=dims, sizes=[4])
+    lengths = ((2, 5), (2, 5), (8, 8), (8, 8), (2, 6), (2, 4), (8, 5), (7, 3), (4, 8))
+    check_calls(step, *((torch.randn(4, s, 3), torch.randn(4, t, 3)) for s, t in lengths), **NEAR)
+    assert reason(step, torch.randn(4, 8, 3), torch.randn(4, 5, 3)) is Reason.ROWS_MIX
+    assert reason(step, torch.randn(4, 5, 3), torch.randn(4, 8, 3)) is Reason.PADDED
+
+
 GATES: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor]] = {
     "flag": (lambda x, g: torch.where(g, x.mean(1), x[:, 0]), torch.tensor(False), torch.tensor(True)),
     "flags": (lambda x, g: torch.where(g[:, None], x.mean(1), x[:, 0]), _each(False), _each(True)),

@@ -23,7 +23,8 @@ Note [what real elements hide]
 Note [what a length hides]
     Elements that meet in blocks, or as far ahead as a window reaches, meet padding at some lengths alone. So padding
     is replaced behind the shortest length that would be padded, the longest, and one between, too; and again for a
-    graph of a longer one.
+    graph of a longer one. Another length may decide which elements meet padding, as in causal attention to another
+    sequence. So it is replaced before the longest along the other axes, too.
 """
 
 import math
@@ -295,7 +296,8 @@ def replay_other_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry, proof: 
 
 def _other_lengths(request: CaptureRequest, axis: Axis) -> set[int]:
     """Batches as the request's whose lengths along an axis are padded to that of the graph: the shortest, the longest,
-    and one between."""
-    size, own = axis.of(request.size), request.rows
-    extents = {least for least in (2, size // 2 + 1, size - 1) if 1 < least < size and least != axis.of(own)}
-    return {pack(request.inputs.axes, [x if a is axis else a.of(own) for a in request.inputs.axes]) for x in extents}
+    and one between; as long as it along the further axes, and as long as the graph."""
+    axes, size, own = request.inputs.axes, axis.of(request.size), request.rows
+    extents = {axis.of(own), *(extent for extent in (2, size // 2 + 1, size - 1) if 1 < extent < size)}
+    full = pack(axes, [a.of(own if a is axes[0] else request.size) for a in axes])
+    return {pack(axes, [x if a is axis else a.of(one) for a in axes]) for x in extents for one in (own, full)} - {own}
