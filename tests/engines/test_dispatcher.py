@@ -321,6 +321,7 @@ X3, X4 = torch.ones(3, 3), torch.ones(4, 3)
         (decode(4, 7), (), "eager, 4 rows: no graph is captured for this key"),
         (decode(0), (), "eager: the batch has no rows"),
         (prefill(8, 2), (), "FULL graph, 8 rows"),
+        (prefill(4, 2), (X4,), "eager, 4 rows: this call compares the graph with eager"),
         (prefill(6, 4), (), "eager, 6 rows: no graph is captured for this key"),
         (prefill(16), (X4,), "eager, 16 rows: a static argument, a weight or a captured variable has moved"),
     ],
@@ -329,6 +330,7 @@ def test_every_decision_explains_itself(four: CUDAGraphEntry, key: DispatchKey, 
     """One line for a hit and for each way to be none; nothing runs, nothing is counted."""
     dispatcher = over((decode(4), four), (prefill(8, 2), scripted()))
     dispatcher.register_graph(prefill(16), scripted(), [X3.data_ptr()])
+    dispatcher.capture(prefill(4, 2), (torch.randn(4, 3),))
     assert dispatcher.explain(key, *args).startswith(line)
     assert dispatcher.stats.total == 0
 

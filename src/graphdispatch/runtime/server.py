@@ -374,10 +374,12 @@ class Server:
         route.table = SizeTable((), route.table.mode)
 
     def explain(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int = 0) -> str:
-        """How such a call, of ``rows`` rows if nothing else tells, would be served now: in one line the decision, what
-        the graph gains, and what it consists of where that is more than one launch."""
+        """How such a call, of ``rows`` rows unless its arguments tell, would be served now: in one line the decision,
+        what the graph gains, and what it consists of where that is more than one launch."""
         choice = self.preview(route, args, kwargs)
-        entry, decision = choice.entry, choice.decision._replace(rows=choice.decision.rows or rows)
+        entry, decision = choice.entry, choice.decision
+        if rows and not (decision.rows and choice.group is not None and choice.group.signature.has_rows):
+            decision = decision._replace(rows=rows, size=rows)
         parts = [decision.explain()]
         if entry is not None and decision.mode.has_graphs():
             assert choice.group is not None
