@@ -349,16 +349,6 @@ def test_forms_without_end_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(step._route.unmatched) <= 40
 
 
-def test_graphs_serve_beside_calls_that_fit_none() -> None:
-    """Such calls do not keep others from their hits."""
-    step = graphed(lambda x, t: x * t, dynamic={"x": 0}, sizes=(4,))
-    x = torch.ones(4, 3)
-    for number in range(MANY):
-        step(x, float(number + 1))
-        step(x, 0.5)
-    assert step.stats.hits > MANY - 10
-
-
 def test_strict_raises_each_time() -> None:
     """No call stays eager in silence."""
     step = graphed(unsafe, dynamic={"x": 0}, sizes=(4,), strict=True)
