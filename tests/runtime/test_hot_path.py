@@ -34,16 +34,16 @@ class Bound(NamedTuple):
     """A settled call, and how many functions of the package a hit of it may run below it, and how deep."""
 
     make: Callable[[], tuple[Any, Callable[[], Any]]]
-    calls: int = 11
-    depth: int = 4
+    calls: int = 9
+    depth: int = 3
 
 
 BOUNDS = {
     "graphed": Bound(settled),
     "padding graphed": Bound(partial(settled, latest=SIZE)),
-    "wrapper": Bound(partial(settled, "wrapper"), calls=13),  # two of which look up the class of the descriptor
-    # Besides the hit (9): the batch is checked and placed by the configuration (26), and the device is timed (22).
-    "manager": Bound(partial(settled, "execute_or_capture"), calls=58, depth=7),
+    "wrapper": Bound(partial(settled, "wrapper"), calls=11),  # two of which look up the class of the descriptor
+    # Besides the hit, the batch is checked and placed by the configuration, and the device is timed.
+    "manager": Bound(partial(settled, "execute_or_capture"), calls=49, depth=6),
 }
 
 
