@@ -44,6 +44,13 @@ def test_a_batch_above_the_largest_size_is_served_in_parts() -> None:
     assert step.stats.rows == {20: 2, 17: 1, 24: 1, 9: 1}
 
 
+def test_parts_wait_for_the_comparison_of_their_graph() -> None:
+    """A graph that was only captured serves none."""
+    step = make(model_of(nn.GELU()), dynamic={"input": 0})
+    step(torch.randn(4, 3))
+    assert "not in parts: its graph of 4 was not compared for 4 rows yet" in step.explain(torch.randn(8, 3))
+
+
 def test_nested_outputs_are_put_together_along_their_rows() -> None:
     """Whichever dimension that is; what has no rows is returned once."""
     layer = nn.Linear(3, 3)

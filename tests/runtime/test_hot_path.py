@@ -15,7 +15,7 @@ import graphdispatch
 from graphdispatch.engines import BatchDescriptor
 
 from ..behaviour.front_ends import FRONT_ENDS
-from ..helpers import HAS_CORE, serve_in_python
+from ..helpers import HAS_CORE, check_rows, make, serve_in_python
 
 SIZE = 4
 _PACKAGE = str(Path(graphdispatch.__file__).parent)
@@ -170,3 +170,10 @@ def test_a_hit_of_modules_looks_at_nothing_in_each_call() -> None:
         front(torch.randn(rows, 3))
     (group,) = front.front._route.groups
     assert [group.hits[rows].per_call for rows in (SIZE - 1, SIZE)] == [None, None]
+
+
+def test_a_call_without_rows_becomes_a_hit() -> None:
+    """Its graph serves every call, and no rows are to be shown of it."""
+    step = make(dynamic={})
+    check_rows(step, *[4] * 4)
+    assert [list(group.hits) for group in step._route.groups] == [[1]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdispatch import CUDAGraphMode, Graphed, Reason, eager_break, graphed
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Dim, Graphed, Reason, eager_break, graphed
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.proof.watch.effects import EffectRecorder
 
@@ -95,6 +95,18 @@ def test_operator_that_draws_unseen_leaves_the_callers_numbers() -> None:
             torch.manual_seed(0)
             found.append([(step(x), torch.rand(2)) for x in batches])
         assert_same(*found)
+
+
+def test_the_users_word_is_of_rows_alone() -> None:
+    """Elements along a length may mix in an operator without a rule; replays with other padding show that they do."""
+    options = CUDAGraphOptions(rows="independent", capture_after=1)
+    with compiled_operator("total(Tensor x) -> Tensor", lambda x: x.sum(1)) as total:
+        step = graphed(
+            lambda x: total(x) * 2, dynamic={"x": {0: Dim("batch", [4]), 1: Dim("seq", [8])}}, options=options
+        )
+        for length in (8, 8, 5, 5):
+            step(torch.randn(4, length))
+    assert "real rows depend on padding along 'seq'" in step.last_decision.detail
 
 
 def test_gradients_pass_an_operator_that_was_revealed() -> None:

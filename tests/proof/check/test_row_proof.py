@@ -39,6 +39,11 @@ def test_independent_rows_are_served_padded(model: Callable[[], nn.Module], dtyp
     assert reasons[-1] is Reason.PADDED, step.last_decision
 
 
+def test_a_graph_of_one_row_shows_nothing_of_the_rows_of_another() -> None:
+    """Its outputs do not show which of their dimensions follow the batch."""
+    assert check_rows(make(sizes=(1, 4)), 1, 1, 4, 4, 3, 3)[-1] is Reason.PADDED
+
+
 TABLE = torch.randn(12, 3)
 PARTICULAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "check": lambda x: (torch._assert_async(((x >= 0) & (x < 8)).all()), x * 2)[1],

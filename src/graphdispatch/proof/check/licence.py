@@ -125,10 +125,9 @@ class RowProof:
 
     @property
     def text(self) -> str:
-        """What was shown of the rows, as a sentence; empty where their structure shows that they are independent."""
-        if found := self.refused or self.against_rows:
-            return found[1]
-        return "rows are independent, by the user's word" if self.is_word else ""
+        """Why real rows may depend on padding rows, as a sentence; empty where they do not."""
+        found = self.refused or self.against_rows
+        return found[1] if found else ""
 
 
 _MOST_COMPARED_CALLS = 8
