@@ -64,13 +64,6 @@ def test_a_further_size_takes_two_runs() -> None:
         assert step.captured_sizes == (4, 8)
 
 
-@pytest.mark.parametrize(("rows", "runs"), [(8, 8), (1, 5)])
-def test_rows_are_followed_in_one_run(rows: int, runs: int) -> None:
-    """It shows which dimension of an output has them, and is not made again to be traced."""
-    step = graphed(lambda x: torch.tanh(x + torch.rand(3)).repeat_interleave(2, 0), dynamic={"x": 0}, sizes=(rows,))
-    assert counted(partial(step.prewarm, torch.randn(rows, 3))) == runs
-
-
 def test_a_run_that_is_not_like_the_first_is_watched_closely(tmp_path: Path) -> None:
     """Its graph holds what the callable does now, and not what it did for another size."""
     flag = tmp_path / "flag"

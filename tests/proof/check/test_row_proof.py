@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import graphdispatch as gd
 from graphdispatch import Reason
 
-from ...helpers import AT_ONCE, check_calls, check_rows, make, shown_of
+from ...helpers import AT_ONCE, Spy, check_calls, check_rows, make, shown_of
 
 NEAR = {"rtol": 1e-5, "atol": 1e-8}
 IN_TWO = {0: gd.Dim("batch", [4]), 1: gd.Dim("seq", [8])}
@@ -42,6 +42,13 @@ def test_independent_rows_are_served_padded(model: Callable[[], nn.Module], dtyp
 def test_a_graph_of_one_row_shows_nothing_of_the_rows_of_another() -> None:
     """Its outputs do not show which of their dimensions follow the batch."""
     assert check_rows(make(sizes=(1, 4)), 1, 1, 4, 4, 3, 3)[-1] is Reason.PADDED
+
+
+def test_rows_are_followed_in_one_run() -> None:
+    """It shows which dimension of an output has them, too; beside it are eager's run, one recorded and one timed."""
+    runs = Spy([])  # no guard looks into it
+    make(lambda x: (runs.append(1), x.repeat_interleave(2, 0))[1], sizes=(8,))(torch.randn(8, 3))
+    assert len(runs) == 4
 
 
 TABLE = torch.randn(12, 3)
