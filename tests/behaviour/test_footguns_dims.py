@@ -133,6 +133,21 @@ def test_sequence_mixed_before_another_length() -> None:
     assert reason(step, torch.randn(4, 5, 3), torch.randn(4, 8, 3)) is Reason.PADDED
 
 
+def test_sequence_mixed_in_graphs_longer_elsewhere() -> None:
+    """Places of another sequence that no short graph has meet padding: such graphs are looked at, though both are as
+    long along this one."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        sees = torch.arange(x.shape[1])[:, None] // 4 >= torch.arange(y.shape[1])[None]
+        return (x @ y.transpose(1, 2)).masked_fill(~sees, -1e9).softmax(2) @ y
+
+    dims = {"x": {0: "batch", 1: Dim("seq", sizes=[8, 32])}, "y": {0: "batch", 1: Dim("other", sizes=[8])}}
+    step = make(fn, dynamic=dims, sizes=[4])
+    lengths = ((8, 8), (8, 8), (8, 5), (7, 4), (32, 8), (32, 8), (32, 5), (30, 3))
+    check_calls(step, *((torch.randn(4, s, 3), torch.randn(4, t, 3)) for s, t in lengths), **NEAR)
+    assert reason(step, torch.randn(4, 32, 3), torch.randn(4, 5, 3)) is Reason.ROWS_MIX
+
+
 GATES: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor]] = {
     "flag": (lambda x, g: torch.where(g, x.mean(1), x[:, 0]), torch.tensor(False), torch.tensor(True)),
     "flags": (lambda x, g: torch.where(g[:, None], x.mean(1), x[:, 0]), _each(False), _each(True)),

@@ -124,7 +124,7 @@ def test_a_length_is_looked_at_once_but_for_longer_graphs(along: tuple[Reason, s
     full, short, few = (pack(BOTH, lengths) for lengths in ((4, 8), (4, 6), (3, 8)))
     graph = Verification(size=full, proof=proof, traced={full})
     assert (graph.wants_look(short), graph.wants_look(few)) == (True, False)
-    proof.shown_along[seq] = 8
+    proof.shown_along[seq] = {full}
     proof.along |= {seq: along} if along else {}
     assert not graph.wants_look(short)
     assert proof.objection(short, full) == along

@@ -291,7 +291,7 @@ def replay_other_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry, proof: 
             if found := replays.objection():
                 proof.along[axis] = Reason.ROWS_MIX, found
             if found or replays.tell:
-                proof.shown_along[axis] = axis.of(request.size)
+                proof.shown_along.setdefault(axis, set()).add(request.size)
 
 
 def _other_lengths(request: CaptureRequest, axis: Axis) -> set[int]:

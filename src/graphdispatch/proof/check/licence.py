@@ -56,9 +56,9 @@ class RowProof:
     """The further axes along which elements mix."""
     along: dict[Axis, tuple[Reason, str]] = field(default_factory=dict)
     """Of the further axes, why padding along one is not harmless."""
-    shown_along: dict[Axis, int] = field(default_factory=dict)
-    """Of the axes along which elements mix, up to which extent of a graph replays have shown that padding is harmless:
-    in a longer one elements may meet padding at places that no shorter one has."""
+    shown_along: dict[Axis, set[int]] = field(default_factory=dict)
+    """Of the axes along which elements mix, in graphs of which sizes replays have shown what padding does: in a longer
+    one, along any axis, elements may meet padding at places that no shorter one has."""
     is_word: bool = False
     """Whether rows are independent by the user's word, so that batches at both ends of a size are compared."""
     unlike: dict[int, str] = field(default_factory=dict)
@@ -96,7 +96,10 @@ class RowProof:
 
     def is_open(self, axis: Axis, size: int) -> bool:
         """Whether replays have yet to show what padding to this size does along an axis."""
-        return axis in self.mixed and axis not in self.along and self.shown_along.get(axis, 0) < axis.of(size)
+        if axis not in self.mixed or axis in self.along:
+            return False
+        shown = self.shown_along.get(axis, ())
+        return not any(all(a.of(one) >= a.of(size) for a in self.axes[1:]) for one in shown)
 
     def has_path(self, rows: int, traced: Iterable[int]) -> bool:
         """Whether Python takes the path, for a batch, that it took for one of those whose code was traced."""
