@@ -92,6 +92,7 @@ SAID: dict[str, tuple[Callable[[Tensor], Any], str, str]] = {
         "",
         "Python reads a size that may follow data: the rule of aten::as_strided_ cannot tell (strides)",
     ),
+    "rows twice": (lambda x: x @ x.t(), "a tensor has the rows along two dimensions, test_run.py:", ""),
     "rows in two places": (lambda x: torch.cat([x, x]), "", "output 0 has each row in several places; return"),
 }
 """What it says of a program: where rows mix first, and what only the user can know."""

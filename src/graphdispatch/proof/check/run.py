@@ -103,7 +103,7 @@ class CallRun(Generic[T]):
             refused = watch.refused if watch is not None else None
             if refused is not None:  # the callable caught it, and raised something else
                 raise refused from error
-            what = f" after {watch.latest}" if watch is not None else ""
+            what = f" after {watch.latest}" if watch is not None and watch.latest is not None else ""
             text = f"{type(error).__name__}{what}: {error}"
             raise CaptureError(text, self.request.backend.classify_error(error)) from error
 

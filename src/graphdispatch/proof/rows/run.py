@@ -243,7 +243,9 @@ class RowRun:
                     seen.update(atom.axes)
         if several:
             if ROWS_AXIS in several and label.fault is None:
-                label = label._replace(fault=Fault(True, f"rows beside rows, {short_user_line()}"))
+                label = label._replace(
+                    fault=Fault(True, f"a tensor has the rows along two dimensions, {short_user_line()}")
+                )
             self.mixed.update(several - {ROWS_AXIS})
         self._labels[id(tensor)] = weakref.ref(tensor), self._serial, label
         return label

@@ -56,8 +56,8 @@ class MemoryWatch(OperatorMode):
         super().__init__()
         self.outside: dict[int, torch.Tensor] = {}
         """One tensor for each storage that the run used and did not make, by the storage's key."""
-        self.latest: object = "nothing"
-        """The operator that ran last."""
+        self.latest: object = None
+        """The operator that ran last, or None."""
         self._existed = existed
         self._made: dict[int, StorageWeakRef] = {}
         self._runner: Runner | None = None
