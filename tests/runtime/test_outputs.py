@@ -15,7 +15,7 @@ from graphdispatch.engines import OutputView
 from graphdispatch.errors import CaptureError, StaleOutputError
 from graphdispatch.proof.check.output_rule import check_values, learn_output_rule
 from graphdispatch.runtime.outputs import OutputRule
-from graphdispatch.sizes import ROWS
+from graphdispatch.sizes import ROWS, axes_of, pack
 
 from ..helpers import AT_ONCE, assert_served, batch, check_rows, make
 
@@ -42,6 +42,28 @@ def test_unknown_rule_is_refused(first: tuple[int, ...], second: tuple[int, ...]
     with pytest.raises(CaptureError, match="cut only along dimensions that are a fixed multiple") as caught:
         learn_output_rule([ROWS], torch.zeros(first), 3, [(4, torch.zeros(second))])
     assert caught.value.reason is Reason.OUTPUT_ROWS_UNKNOWN
+
+
+def test_rule_of_several_dimensions() -> None:
+    """One run of another batch tells by their factors which one each dimension follows, unless both fit."""
+    b, s = axes = axes_of(["b", "s"])
+    rows, other = pack(axes, (4, 6)), pack(axes, (7, 11))
+    rule = learn_output_rule(axes, torch.zeros(8, 6, 3), rows, [(other, torch.zeros(14, 11, 3))])
+    assert rule == OutputRule((((0, 2, b), (1, 1, s)),))
+    for first, second in (((24,), (77,)), ((12,), (14,))):
+        with pytest.raises(CaptureError, match="a fixed multiple"):
+            learn_output_rule(axes, torch.zeros(first), rows, [(other, torch.zeros(second))])
+    with pytest.raises(CaptureError, match="a fixed multiple"):
+        learn_output_rule(axes, torch.zeros(12), rows, [(pack(axes, (8, 12)), torch.zeros(24))])
+
+
+def test_nothing_is_padded_where_no_other_batch_ran() -> None:
+    """Nothing tells then which dimensions of an output follow the batch; full batches are served."""
+    step = make(lambda x: torch.linalg.qr(x).R @ x.mT, sizes=[2], rows="independent")
+    check_rows(step, 2, 2, 2, 2)
+    assert_served(step, batch(2))
+    step(batch(1))
+    assert step.last_decision.reason is Reason.OUTPUT_ROWS_UNKNOWN
 
 
 @pytest.mark.parametrize("others", [lambda h: (h, h.mean(-1)), lambda h: h.flatten(), lambda h: h.flatten(1).t()])

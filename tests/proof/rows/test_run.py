@@ -351,6 +351,7 @@ SIZED: dict[str, Callable[[Tensor], Any]] = {
     ),
     "convolution": lambda x: F.conv1d(x.mT, torch.ones(4, D, 3), padding=2, dilation=2),
     "convolution of an image": lambda x: F.conv2d(x[:, None], torch.ones(4, 1, 3, 2), padding=(3, 1), dilation=(2, 3)),
+    "transposed convolution": lambda x: F.conv_transpose1d(x.mT, torch.ones(D, 4, 3), padding=2, dilation=2),
     "every second": lambda x: x[:, ::2],
     "the inner ones": lambda x: x[:, 1:-1] * 2,
     "all but the last": lambda x: x[:, 2:-1:3] * 2,

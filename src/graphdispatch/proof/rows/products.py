@@ -9,11 +9,10 @@ def convolution(c: Call) -> list[Label]:
     """A convolution of (batch, channels, lengths). In steps of one it changes each length by as much."""
     (rows, *others), sizes = c.certain_label("input").dims, c.outs[0].shape
     c.blend(others, "a convolution over rows")
-    is_shift = not c.a["transposed"] and max(c.a["stride"]) == 1
     dims = [rows, plain_dim(sizes[1])]
     for old, size in zip(others[1:], sizes[2:], strict=True):
         more = c.sizes.values(old) + (size - own_size(old))
-        dims.append(c.sizes.dim_of_values(more) if is_shift else c.resized(old, size))
+        dims.append(c.sizes.dim_of_values(more) if max(c.a["stride"]) == 1 else c.resized(old, size))
     return [Label(tuple(dims))]
 
 
