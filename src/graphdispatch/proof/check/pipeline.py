@@ -310,16 +310,11 @@ def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     check_writes(request, eager, entry, attempt.warm_run.regions)
     shown = shown_of(entry)
     if request.is_padded and shown is not None and shown.proof is not None and shown.wants_look(request.rows):
-        _prove_padding(attempt, entry, shown.proof)
+        replay_other_padding(attempt, entry, shown.proof)
+        shown.proof.note_compared(request.rows, request.size)
     if eager.like is None:
         grow_guard(attempt, entry)
         if shown is not None:
             shown.traced.add(request.rows)
     if shown is not None and shown.metadata is not None:
         shown.metadata.note(request.values)
-
-
-def _prove_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry, proof: RowProof) -> None:
-    """Note in the proof what this padded batch shows, which agreed with eager: what padding does along lengths."""
-    replay_other_padding(attempt, entry, proof)
-    proof.note_compared(attempt.request.rows, attempt.request.size)

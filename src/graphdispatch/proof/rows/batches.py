@@ -303,19 +303,15 @@ def _as_plain(name: str) -> Callable[..., Any]:
 class Num(SizeNumber, torch.SymInt):
     """An integer made of sizes."""
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """``isinstance(n, int)`` is true, as without the run."""
-        return int
+    __class__ = property(lambda _: int)
+    """``isinstance(n, int)`` is true, as without the run."""
 
 
 class Real(SizeNumber, torch.SymFloat):
     """A real number made of sizes."""
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """As of integers."""
-        return float
+    __class__ = property(lambda _: float)
+    """As of integers."""
 
 
 def _define() -> None:

@@ -214,7 +214,7 @@ class Caller:
         if self.function in ("full", "new_full"):
             rest = rest[:1]
         named = [value for name, value in self.named.items() if name in _SIZE_NAMES]
-        return tuple(v for v in _leaves((rest, named)) if _is_size(v))
+        return tuple(v for v in _leaves((rest, named)) if type(v) is int or isinstance(v, Num))
 
     # -- plain numbers for C++
 
@@ -283,10 +283,6 @@ class Caller:
 
 def _is_same(one: Num, other: Num) -> bool:
     return one.values.shape == other.values.shape and is_equal(one.values, other.values)
-
-
-def _is_size(value: Any) -> bool:
-    return (type(value) is int) or isinstance(value, Num)
 
 
 def _number(value: Any) -> Any:

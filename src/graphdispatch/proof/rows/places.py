@@ -8,7 +8,6 @@ from .calls import Call, Rule, is_flags
 from .experts import is_permutation, places_put
 from .labels import (
     ROWS_AXIS,
-    Dim,
     Label,
     MixError,
     UnknownError,
@@ -42,11 +41,6 @@ def embedding_bag(c: Call) -> list[Label]:
     return [result, *(Label(plain_dims(out.shape), is_lost=True) for out in c.outs[1:])]
 
 
-def names_own(label: Label, dim: Dim) -> bool:
-    """Whether each element of an index is the number of its own row along a dimension."""
-    return label.tag is not None and label.tag.kind == "numbers" and label.tag.of == dim
-
-
 class Picked:
     """What ``x[indices]`` takes: its dimensions, and along which of the tensor's dimensions rows name places."""
 
@@ -61,7 +55,8 @@ class Picked:
         self.by_rows = [place for place, index in zip(at, given, strict=True) if holds_rows(c.label(index))]
         self.axes = set().union(*map(axes_of, joint))
         for place, index in zip(at, given, strict=True):
-            if not names_own(c.label(index), dims[place]):
+            tag = c.label(index).tag
+            if tag is None or (tag.kind, tag.of) != ("numbers", dims[place]):
                 c.check_data(c.label(index))
                 c.blend([dims[place]], "rows by an index")
                 c.require_index(dims[place], index)
@@ -154,21 +149,17 @@ def gather(c: Call) -> list[Label]:
     c.read_places(c.a["self"], [at] if holds_rows(chosen) and label.dims else [])
     dims = []
     for place, (one, other) in enumerate(zip(label.dims, chosen.dims, strict=True)):
-        if place == at:
+        if place == at or not (is_dynamic(one) or is_dynamic(other)):
             dims.append(other)
-        elif is_dynamic(other) and not is_dynamic(one) and one != ():  # line k of a table for element k
+        elif () in (one, other):  # an index may be shorter, and takes the first line then
+            c.blend([one], "one row for all")
+            dims.append(other)
+        elif is_dynamic(one):
+            dims.append(c.sizes.joined(one, other))
+        else:  # line k of a table for element k
             c.is_by_place = c.is_by_place or has_rows(other)
             dims.append(c.sizes.joined(one, c.sizes.in_order(other)))
-        elif is_dynamic(one) or is_dynamic(other):  # an index may be shorter, and takes the first lines then
-            dims.append(c.sizes.joined(one, other) if () not in (one, other) else _one_line(c, one, other))
-        else:
-            dims.append(other)
     return [Label(tuple(dims))]
-
-
-def _one_line(c: Call, one: Dim, other: Dim) -> Dim:
-    c.blend([one], "one row for all")
-    return other
 
 
 def scatter(c: Call) -> list[Label]:
