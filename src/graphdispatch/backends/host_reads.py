@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -30,6 +30,9 @@ _NUMBERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__")
 class StandIns:
     """Replaces attributes of classes and modules while any thread has listeners. ``make`` gets an attribute's name, its
     value, and what gives the listeners of the calling thread; it returns what stands in."""
+
+    originals: ClassVar[dict[int, Any]] = {}
+    """What is behind those that are in place, by their ``id``."""
 
     def __init__(
         self, places: Iterable[tuple[Any, str]], make: Callable[[str, Any, Callable[[], list[Any]]], Any]
@@ -72,11 +75,13 @@ class StandIns:
             current = getattr(owner, name)
             stand_in = self._make(name, current, self.listeners)
             self._replaced.append((owner, name, vars(owner).get(name, current), stand_in))
+            self.originals[id(stand_in)] = current
             setattr(owner, name, stand_in)
 
     def _take_out(self) -> None:
         while self._replaced:
             owner, name, original, stand_in = self._replaced.pop()
+            self.originals.pop(id(stand_in), None)
             if vars(owner).get(name) is stand_in:  # else somebody has replaced it, who will put back what was found
                 setattr(owner, name, original)
 

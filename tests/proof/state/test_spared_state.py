@@ -83,3 +83,10 @@ def test_what_code_may_come_to_is_spared(use: Callable[[Any, Tensor], Any], plac
     assert next(kept_by(model, place)) == 1
     assert not step.entries
     assert "nobody can" in step.explain(torch.ones(4, 3))
+
+
+def test_a_function_that_is_watched_meanwhile_is_no_state() -> None:
+    """Something stands in for ``torch.tensor_split`` while runs are watched: code that names it changes nothing."""
+    step = graphed(lambda x: torch.tensor_split(x, 3, dim=1)[1] * 2, dynamic={"x": 0}, sizes=(2, 4))
+    step.prewarm(torch.ones(4, 3))
+    assert check_rows(step, 4, 3, 2) == [Reason.EXACT, Reason.PADDED, Reason.EXACT]

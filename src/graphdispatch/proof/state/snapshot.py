@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...backends.host_reads import StandIns
 from ...runtime.attributes import attribute_table, content, dict_class_of
 from . import objects
 from .objects import ABSENT
@@ -154,11 +155,17 @@ FUNCTION = _accessor_of_members(
 )
 
 
+def variable(table: dict[str, Any], name: str) -> Any:
+    """A variable of a module; what this package puts in its place for a while is not it."""
+    held = table.get(name, ABSENT)
+    return StandIns.originals.get(id(held), held)
+
+
 def accessor_of_variables(names: dict[str, Any]) -> Accessor:
     """Reads and writes the variables of a module under some names, of which there may be more later."""
 
     def read(table: dict[str, Any]) -> dict[str, Any]:
-        return {name: table.get(name, ABSENT) for name in names}
+        return {name: variable(table, name) for name in names}
 
     return _accessor_of_members(read, dict.__setitem__, dict.__delitem__, is_by_name=True)
 

@@ -22,7 +22,7 @@ from ...backends.operators import is_strided
 from ...runtime.signature import advice_for
 from ..watch.bytecode import CHANGES
 from . import objects, snapshot
-from .objects import ABSENT, CONTAINERS, holds_modules
+from .objects import CONTAINERS, holds_modules
 from .snapshot import Accessor, Changes, Saved, path_text
 from .traversal import PLAIN_CONTAINERS, Edges, Traversal, held_by_run
 
@@ -109,7 +109,7 @@ class StateWalk(Traversal):
         self._seen[id(table)] = table
         for name in names:
             if name not in noted:
-                noted[name] = value = table.get(name, ABSENT)
+                noted[name] = value = snapshot.variable(table, name)
                 if not (holds_modules(table, name) or objects.shows(value, name)):
                     self.visit(value, ((), f"{where}.{name}"))
 
