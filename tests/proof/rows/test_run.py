@@ -181,11 +181,6 @@ SPOKEN: dict[str, tuple[Callable[[Tensor], Any], list[tuple[int, int]], list[tup
     "a product of both": (lambda x: x + 1 if x.shape[0] * x.shape[1] == 24 else x, [(4, 7)], [(4, 6)]),
     "a length": (lambda x: x + 1 if x.shape[1] > 20 else x, [(4, 20), (64, 2)], [(4, 21), (64, 48)]),
     "as many of the largest": (lambda x: x.topk(11, 1).values, [(3, 11)], [(3, 10), (3, 12), (3, 4)]),
-    "as a convolution makes it": (
-        lambda x: F.conv1d(x.mT, torch.ones(4, D, 3), stride=2),
-        [(9, 11)],
-        [(9, 12)],
-    ),
     "places in the flat batch": (
         lambda x: x + torch.arange(x.shape[0] * x.shape[1]).view(*x.shape[:2], 1),
         [(9, 11)],
@@ -251,6 +246,7 @@ MEETING: dict[str, Callable[[Tensor], Any]] = {
     "shifted": lambda x: torch.cat([x[:, :1], x], 1)[:, : x.shape[1]],
     "padded": lambda x: F.pad(x, (0, 0, 1, 0))[:, : x.shape[1]],
     "each with each": lambda x: x[:, :, None] + x[:, None, :],
+    "windows": lambda x: x.unfold(1, 2, 1).sum(-1),
     "a running sum": lambda x: x.cumsum(1),
     "a part": lambda x: x.split([1, x.shape[1] - 1], 1)[0] + x,
     "one of all": lambda x: x.unbind(1)[0][:, None] + x,
@@ -310,7 +306,8 @@ _NO_MULTIPLE = "the size of dimension 1 of output 0 is no multiple of the length
 UNCUT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "twice": (lambda x: torch.cat([x, x], 1), "dimension 1 of output 0 holds each length in several places"),
     "half": (lambda x: x[:, ::2], _NO_MULTIPLE),
-    "a longer one": (lambda x: F.pad(x, (0, 0, 1, 1)), _NO_MULTIPLE),
+    "windows": (lambda x: x.unfold(1, 3, 1), _NO_MULTIPLE),
+    "a longer one": (lambda x: F.conv1d(x.mT, torch.ones(D, D, 1), padding=1).mT, _NO_MULTIPLE),
 }
 
 
@@ -341,6 +338,10 @@ def _heads(x: Tensor) -> Tensor:
     return (x @ WEIGHT).view(n, s, 2, 4).transpose(1, 2).reshape(n * 2, s, 4).softmax(-1).view(n, 2, s, 4)
 
 
+def _image(x: Tensor) -> Tensor:
+    return x[:, None]
+
+
 SIZED: dict[str, Callable[[Tensor], Any]] = {
     "heads": _heads,
     "heads that share keys": lambda x: F.scaled_dot_product_attention(
@@ -349,9 +350,20 @@ SIZED: dict[str, Callable[[Tensor], Any]] = {
         x[:, None].expand(-1, 2, -1, -1),
         enable_gqa=True,
     ),
-    "convolution": lambda x: F.conv1d(x.mT, torch.ones(4, D, 3), padding=2, dilation=2),
-    "convolution of an image": lambda x: F.conv2d(x[:, None], torch.ones(4, 1, 3, 2), padding=(3, 1), dilation=(2, 3)),
-    "transposed convolution": lambda x: F.conv_transpose1d(x.mT, torch.ones(D, 4, 3), padding=2, dilation=2),
+    "convolution": lambda x: F.conv1d(x.mT, torch.ones(4, D, 3), stride=2, padding=2, dilation=2),
+    "convolution of an image": lambda x: F.conv2d(
+        _image(x), torch.ones(4, 1, 3, 2), stride=(2, 1), padding=(3, 1), dilation=(2, 3)
+    ),
+    "convolution by one number for both lengths": lambda x: torch.convolution(
+        _image(x), torch.ones(4, 1, 3, 2), None, [2], [1], [1], False, [0], 1
+    ),
+    "transposed": lambda x: F.conv_transpose1d(
+        x.mT, torch.ones(D, 4, 3), stride=3, padding=1, output_padding=2, dilation=2
+    ),
+    "transposed image": lambda x: F.conv_transpose2d(
+        _image(x), torch.ones(1, 4, 3, 2), stride=(3, 1), padding=(1, 0), output_padding=(2, 0)
+    ),
+    "windows": lambda x: x.unfold(1, 3, 2) * 2,
     "every second": lambda x: x[:, ::2],
     "the inner ones": lambda x: x[:, 1:-1] * 2,
     "all but the last": lambda x: x[:, 2:-1:3] * 2,

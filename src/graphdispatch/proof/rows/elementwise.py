@@ -63,6 +63,23 @@ def batch_norm(c: Call) -> list[Label]:
     return (_OF_BATCH if c.a.get("training", "with_update" in c.name) else _OF_STATE)(c)
 
 
+_LOSSES = TextRule("b c* ..., b ... -> b ..., ?")
+_LOSS = TextRule("b* c* ...*, b* ...* -> , ?")
+
+
+def nll_loss(c: Call) -> list[Label]:
+    """A loss for each row, or of all."""
+    return (_LOSS if c.a["reduction"] else _LOSSES)(c)
+
+
+_AMONG_ALL, _AMONG_OWN = TextRule("s*, ... -> ..."), TextRule("... s*, ... v -> ... v")
+
+
+def searchsorted(c: Call) -> list[Label]:
+    """Each element among boundaries without rows, or among those of its own row."""
+    return (_AMONG_ALL if c.a["sorted_sequence"].dim() == 1 else _AMONG_OWN)(c)
+
+
 RULES: dict[Rule, str] = {
     pointwise: "where masked_fill rsub polar complex hardswish copy",
     keep: "clone _to_copy lift_fresh lift_fresh_copy alias detach _conj _neg_view to",
@@ -92,5 +109,7 @@ RULES: dict[Rule, str] = {
     TextRule("z c* h* w*, z i* j* two* -> z c i j"): "grid_sampler_2d",
     TextRule("z c* h* w* d*, z i* j* k* three* -> z c i j k"): "grid_sampler_3d",
     TextRule("... p k*, ... r k* -> ... p r"): "_cdist_forward _euclidean_dist",
+    nll_loss: "nll_loss_forward nll_loss2d_forward",
+    searchsorted: "searchsorted",
 }
 PLACES: dict[Rule, tuple[str, ...]] = {keep: ("self", "input")}

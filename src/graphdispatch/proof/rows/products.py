@@ -6,13 +6,21 @@ from .rule_text import TextRule
 
 
 def convolution(c: Call) -> list[Label]:
-    """A convolution of (batch, channels, lengths). In steps of one it changes each length by as much."""
-    (rows, *others), sizes = c.certain_label("input").dims, c.outs[0].shape
+    """A convolution of (batch, channels, lengths)."""
+    (rows, *others), out = c.certain_label("input").dims, c.outs[0].shape
     c.blend(others, "a convolution over rows")
-    dims = [rows, plain_dim(sizes[1])]
-    for old, size in zip(others[1:], sizes[2:], strict=True):
-        more = c.sizes.values(old) + (size - own_size(old))
-        dims.append(c.sizes.dim_of_values(more) if max(c.a["stride"]) == 1 else c.resized(old, size))
+    dims = [rows, plain_dim(out[1])]
+    for place, old in enumerate(others[1:]):
+        stride, padding, dilation = (
+            values[place if len(values) > 1 else 0] for values in (c.a["stride"], c.a["padding"], c.a["dilation"])
+        )
+        lengths = c.sizes.values(old)
+        if c.a["transposed"]:
+            lengths = lengths * stride + (out[2 + place] - own_size(old) * stride)
+        else:
+            reach = dilation * (c.a["weight"].shape[2 + place] - 1)
+            lengths = (lengths + 2 * padding - reach - 1) // stride + 1
+        dims.append(c.sizes.dim_of_values(lengths))
     return [Label(tuple(dims))]
 
 

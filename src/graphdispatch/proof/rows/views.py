@@ -209,6 +209,15 @@ def as_strided(c: Call) -> list[Label]:
     raise UnknownError("strides")
 
 
+def unfold(c: Call) -> list[Label]:
+    """Windows along a dimension."""
+    label, length = c.certain_label(c.first), c.a["size"]
+    at = c.place("dimension", len(label.dims))
+    c.blend([label.dims[at]], "windows of rows")
+    new = c.sizes.dim_of_values((c.sizes.values(label.dims[at]) - length) // c.a["step"] + 1)
+    return [Label((*label.dims[:at], new, *label.dims[at + 1 :], plain_dim(length)))]
+
+
 RULES: dict[Rule, str] = {
     view: "view view_copy _unsafe_view _reshape_alias _reshape_copy",
     permute: "permute transpose t permute_copy",
@@ -221,6 +230,7 @@ RULES: dict[Rule, str] = {
     TextRule("... two* -> ..."): "view_as_complex",
     TextRule("... -> ... two"): "view_as_real",
     as_strided: "as_strided",
+    unfold: "unfold",
 }
 _OF_SELF = (view, permute, unsqueeze, squeeze, expand, select, slice_, split, as_strided)
 PLACES: dict[Rule, tuple[str, ...]] = dict.fromkeys(_OF_SELF, ("self",))
