@@ -174,7 +174,6 @@ class Observer:
             CaptureError: The call overwrites more than can be saved. What the call raises for so many rows passes.
         """
         walk = StateWalk(self._call.fn)
-        walk.visit_all_functions()  # nobody tells it which run
         self._walks.append(walk)
         found = {path: dims.get(path, dims.get(path.partition("[")[0])) for path in self.arguments}
         along = [found[path] if isinstance(value, torch.Tensor) else None for path, value in self.arguments.items()]

@@ -31,7 +31,7 @@ from . import objects, snapshot
 from .objects import holds_modules, is_library_code
 from .snapshot import MEMBERS, Accessor, form_of, save_random
 from .tolerant import Results, Untrained, matters
-from .traversal import HELD_BY_FUNCTIONS, Edges, Traversal
+from .traversal import Edges, Traversal
 
 
 class Reader(NamedTuple):
@@ -222,6 +222,8 @@ _CLASSES_READ_WHOLE = (nn.ParameterList, nn.ParameterDict)
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
 _RUN_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 """What a function runs by, which may change in place."""
+_HELD_BY_FUNCTIONS = frozenset(("__closure__", "__defaults__", "__kwdefaults__"))
+"""By these names code comes at what a function holds that does not run."""
 _SAID_OF_FUNCTIONS = ("__name__", "__qualname__", "__module__", "__doc__")
 """What it says of itself."""
 _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
@@ -491,7 +493,7 @@ class StateReads(Traversal):
 
     def _runs(self, fn: types.FunctionType) -> bool:
         """Whether its code ran, or any may have; or code may take it apart."""
-        may_run = not self._is_traced or self._all or not HELD_BY_FUNCTIONS.isdisjoint(self._names)
+        may_run = not self._is_traced or self._all or not _HELD_BY_FUNCTIONS.isdisjoint(self._names)
         return may_run or id(fn.__code__) in self._notes.codes
 
     def _visit_function(self, fn: types.FunctionType, path: Any) -> Edges:

@@ -20,8 +20,6 @@ from .snapshot import Accessor
 Edges = Iterable[tuple[str, Any]]
 """What an object leads to, each with its label in a path."""
 PLAIN_CONTAINERS = frozenset(CONTAINERS)
-HELD_BY_FUNCTIONS = frozenset(("__closure__", "__defaults__", "__kwdefaults__"))
-"""By these names code comes at what a function holds that does not run."""
 
 
 class Traversal:
@@ -143,12 +141,15 @@ class Traversal:
         return edges
 
     def _visit_function(self, fn: types.FunctionType, path: Any) -> Edges:
-        """Attributes of a function, and its closure and defaults if it runs; of the library's decorators only what
-        they wrap."""
+        """Attributes of a function, and if it may run its closure and defaults, which nobody else can come by; of the
+        library's decorators only what they wrap."""
         held = self._held_in(fn, snapshot.ATTRIBUTES, path)
         if objects.is_library_code(fn.__code__.co_filename):
             return [*held, *(("", one) for one in objects.wrapped_by(fn))]
-        return [*held, *held_by_run(fn)] if self._runs(fn) else held
+        if not self._runs(fn):
+            return held
+        cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+        return [*held, ("", fn.__defaults__), ("", fn.__kwdefaults__), *((f" {name}", cell) for name, cell in cells)]
 
     def _fixed_in(self, home: Any, held: list[tuple[str, Any]], path: Any) -> Edges:
         """What an object holds where nothing can be replaced."""
@@ -166,10 +167,5 @@ class Traversal:
         raise NotImplementedError
 
     def _runs(self, fn: types.FunctionType) -> bool:
-        raise NotImplementedError
-
-
-def held_by_run(fn: types.FunctionType) -> Edges:
-    """What a function holds for the code that it runs, which nobody else can come by."""
-    cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-    return [("", fn.__defaults__), ("", fn.__kwdefaults__), *((f" {name}", cell) for name, cell in cells)]
+        """Whether a function may run."""
+        return True

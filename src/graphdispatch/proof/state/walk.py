@@ -1,8 +1,8 @@
 """Walks over everything that a callable reaches, notes what it holds, and puts back what a run changed.
 
 The walk follows attributes, slots, containers, partials, weak references, hooks and the user's classes, without a limit
-of depth. A ``CodeTrace`` tells it of variables of modules, before code that names them runs, and of functions before
-they run: what their closures and defaults hold nobody else can come by. Nothing of the user's is called.
+of depth. A ``CodeTrace`` tells it of variables of modules, before code that names them runs. Nothing of the user's is
+called.
 """
 
 import random
@@ -24,7 +24,7 @@ from ..watch.bytecode import CHANGES
 from . import objects, snapshot
 from .objects import CONTAINERS, holds_modules
 from .snapshot import Accessor, Changes, Saved, path_text
-from .traversal import PLAIN_CONTAINERS, Edges, Traversal, held_by_run
+from .traversal import PLAIN_CONTAINERS, Edges, Traversal
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _SHARED = (*CONTAINERS, tuple, frozenset, np.ndarray)
@@ -47,14 +47,11 @@ class StateWalk(Traversal):
         """Tensors wherever they are held, parameters and buffers included."""
         self.user_namespaces: list[types.ModuleType | dict[str, Any]] = []
         """Modules of the user that something holds, other than a variable of a module; and namespaces without one."""
-        self._waiting: dict[int, list[tuple[types.FunctionType, Any]]] = {}
-        """The functions that it met by the ``id`` of their code."""
+        self.codes = set[int]()
+        """The code of the functions that it met, by ``id``."""
         self._functions: list[tuple[types.FunctionType, Any]] = []
         self._parts: list[Any] = []
         """What each of them was made of, one after the other: they are many, and next to none changes."""
-        self._run = set[int]()
-        """The code that runs, by ``id``."""
-        self._follows_all = False
         self.has_opaque = False
         """Whether it met something that nobody can compare, or a cache, which may come to hold such."""
         self.has_changer = False
@@ -78,28 +75,6 @@ class StateWalk(Traversal):
             self.visit(root, ((), name))
         self._save(((), "the default dtype or determinism"), None, snapshot.SETTINGS)
 
-    def visit_functions(self, code: types.CodeType) -> bool:
-        """Follow the closures and defaults of the functions with this code, which is about to run; whether it has met
-        one."""
-        is_new = id(code) not in self._run
-        self._run.add(id(code))
-        for fn, path in self._waiting.get(id(code), ()) if is_new else ():
-            self._visit_held(fn, path)
-        return id(code) in self._waiting
-
-    def visit_all_functions(self) -> None:
-        """Follow the closures and defaults of all functions that it has met and will meet: nobody tells which run, or
-        code takes functions apart."""
-        if not self._follows_all:
-            self._follows_all = True
-            for fn, path in self._functions.copy():
-                self._visit_held(fn, path)
-
-    def _visit_held(self, fn: types.FunctionType, path: Any) -> None:
-        if not objects.is_library_code(fn.__code__.co_filename):
-            for label, held in held_by_run(fn):
-                self.visit(held, (path, label))
-
     def visit_variables(self, table: dict[str, Any], names: Iterable[str], where: str) -> None:
         """Note and follow the variables of a module under ``names``, which code is about to use."""
         noted = self._variables.get(id(table))  # which is `before` of what is saved, and grows with what code names
@@ -119,7 +94,6 @@ class StateWalk(Traversal):
         walk = _WalkOfMade()
         # Settings of the process and hooks are this walk's.
         walk._saved, walk._empty, walk._generators, walk._seen = [], [], [], dict(self._seen)
-        walk.visit_all_functions()
         for name, root in roots:
             if not issubclass(type(root), torch.Tensor):
                 walk.visit(root, ((), name))
@@ -226,9 +200,6 @@ class StateWalk(Traversal):
             return False
         return True
 
-    def _runs(self, fn: types.FunctionType) -> bool:
-        return self._follows_all or id(fn.__code__) in self._run
-
     def _held_in(self, value: Any, accessor: Accessor, path: Any) -> Edges:
         """All of it, noted so that it can be put back."""
         if accessor is snapshot.CLASS and not self._kinds[value].users:
@@ -287,7 +258,7 @@ class StateWalk(Traversal):
     def _note_function(self, fn: types.FunctionType, path: Any) -> None:
         self._functions.append((fn, path))
         self._parts += snapshot.parts_of(fn)
-        self._waiting.setdefault(id(fn.__code__), []).append((fn, path))
+        self.codes.add(id(fn.__code__))
 
 
 class _WalkOfMade(StateWalk):

@@ -31,7 +31,6 @@ from ..breaks import BREAK_CODE
 from ..state import objects
 from ..state.reads import HELD, TABLES, CodeNotes, StateReads
 from ..state.snapshot import Changes
-from ..state.traversal import HELD_BY_FUNCTIONS
 from ..state.walk import StateWalk
 from .bytecode import (
     BY_NAME,
@@ -330,7 +329,6 @@ class CodeTrace(CodeNotes, CodeListener):
 
     def _read(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
         (reads, optional), path, original = with_guards(code), code.co_filename, original_of(code)
-        is_met = self.walk.visit_functions(code)
         self._note_compiled(notes, code, original, optional)
         if code is _START and notes is self:
             self._note_unseen("start() of a thread, which runs code unheard")
@@ -351,7 +349,7 @@ class CodeTrace(CodeNotes, CodeListener):
         if described:
             self._note_unseen(f"{described[0]} of a class or function")
         is_written = not path.startswith("<")  # else a class was given it, which the walk follows
-        if is_written and id(code) not in self._nested and not is_met:
+        if is_written and id(code) not in self._nested and id(code) not in self.walk.codes:
             # Nobody within reach holds the function: a hook of the whole process, a registered operator.
             for fn in [*_methods_of(frame), *(gc.get_referrers(code) if code.co_freevars else ())]:
                 if isinstance(fn, types.MethodType) or (
@@ -368,7 +366,6 @@ class CodeTrace(CodeNotes, CodeListener):
         """If torch's compiler made the code that is about to run, in the place of ``original``: note what it is."""
         self.optional |= optional or set()
         if original is not None:
-            self.walk.visit_all_functions()  # the compiler puts some into others
             notes.codes[id(original)] = original
             notes.reads_whole = True
         if any(issubclass(type(one), objects.CONTAINERS) for one in code.co_consts):
@@ -377,15 +374,13 @@ class CodeTrace(CodeNotes, CodeListener):
             self._note_unseen(f"{code.co_name}(), which torch.compile made and tells nothing of")
 
     def _note_hiding(self, code: types.CodeType, reads: CodeReads) -> None:
-        """Code of the user is about to run that may find any variable, take functions apart, or hide what it does."""
+        """Code of the user is about to run that may find any variable, or hide what it does."""
         # In code of a module, a class or a text, locals are variables.
         finders = {"globals"} if code.co_flags & CO_OPTIMIZED else {"globals", "locals", "vars", "dir"}
         if code.co_qualname != _GUARD_OF_COMPILER:
             finders.add("__import__")
         if found := finders & reads.variables:
             self._note_unseen(f"{min(found)}(), by which it may find anything")
-        if not HELD_BY_FUNCTIONS.isdisjoint(reads.attributes):
-            self.walk.visit_all_functions()
         if hides := _HIDES & (reads.attributes | reads.variables):
             self._note_unseen(f"{min(hides)}, which hides from torch's modes what it does")
 
