@@ -12,7 +12,6 @@ import logging
 import operator
 import pickle
 import string
-import types
 from collections.abc import Callable
 from functools import partial, partialmethod
 from operator import methodcaller
@@ -49,7 +48,6 @@ class Tabled(Box):
 
     table = vars(Box)["__dict__"]
     get = partialmethod(getattr)
-    found = getattr
 
 
 @dataclasses.dataclass
@@ -111,12 +109,6 @@ HELD: dict[str, Callable[[Any], Get]] = {
 }
 UNSEEN: dict[str, Callable[[Any], Get]] = {
     "in a default": lambda held: partial(with_default, held),
-    "in a closure": lambda held: (lambda get: lambda: get(held, KEY))(getattr),
-    "in an attribute": lambda held: (lambda box: lambda: box.get(held, KEY))(Box(get=getattr)),
-    "in a container": lambda held: (lambda table: lambda: table["get"](held, KEY))({"get": getattr}),
-    "in a partial": lambda held: partial(partial(getattr, held), KEY),
-    "in a method": lambda held: partial(types.MethodType(getattr, held), KEY),
-    "its own method": lambda held: partial(getattr.__call__, held, KEY),
     "vars": lambda held: (lambda box: lambda: box.get(held)[KEY])(Box(get=vars)),
     "hasattr": lambda held: (lambda box: lambda: 2.0 if box.has(held, KEY) and held.scale < 3 else 5.0)(
         Box(has=hasattr)
@@ -126,7 +118,6 @@ UNSEEN: dict[str, Callable[[Any], Get]] = {
     "its state": lambda held: (lambda get: lambda: get()[KEY])(held.__getstate__),
     "a kept template": lambda held: (lambda fill: lambda: float(next(map(fill, [held]))))("{0.scale}".format),
     "a pickle": lambda held: lambda: pickled(held),
-    "a mapped pickle": lambda held: lambda: float(sum(next(map(pickle.dumps, [held])))),
 }
 """Where a compiled function that reads attributes has another name than its own, or none."""
 OWN: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
@@ -139,7 +130,6 @@ OWN: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
 OWN_UNSEEN: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "a table under another name": (lambda: Tabled(scale=2.0), lambda held: held.table[KEY]),
     "a method of a partial": (lambda: Tabled(scale=2.0), lambda held: held.get(KEY)),
-    "an attribute of a class": (lambda: Tabled(scale=2.0), lambda held: held.found(held, KEY)),
 }
 
 

@@ -253,11 +253,6 @@ def slot_value(member: Any, value: Any) -> Any:
         return ABSENT
 
 
-def variables_of(fn: types.FunctionType) -> Iterator[str]:
-    """The names of the globals that a function and the code nested in it use."""
-    yield from (name for name in names_in(fn.__code__) if name in fn.__globals__)
-
-
 @per_code
 def names_in(code: types.CodeType) -> frozenset[str]:
     """The names of variables, attributes and imported modules in code and the code nested in it."""
@@ -355,11 +350,8 @@ def hides(value: Any) -> bool:
         return value in _HIDING
     if not issubclass(type(value), _ROLES["compiled"]):
         return False
-    return value in _HIDING or value.__name__ in READ_WHOLE or (value.__name__ in TELLS_IDENTITY and _is_objects(value))
-
-
-def _is_objects(method: Any) -> bool:
-    return getattr(method, "__objclass__", None) is object
+    of_object = value.__name__ in TELLS_IDENTITY and getattr(value, "__objclass__", None) is object
+    return value in _HIDING or value.__name__ in READ_WHOLE or of_object
 
 
 def shows(value: Any, name: str) -> bool:

@@ -120,10 +120,6 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return is_own and not is_lazy(tensor) and is_strided(tensor) and not tensor._is_zerotensor()
 
 
-def _bytes_beside(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes() - tensor.nbytes
-
-
 def _grad(tensor: torch.Tensor) -> Any:
     return tensor.grad if tensor.is_leaf else None  # of others torch warns
 
@@ -139,7 +135,10 @@ TENSOR_READERS: dict[str, Callable[[Any], Any]] = {
         name: methodcaller(name)
         for name in ("_is_view", "is_conj", "is_inference", "is_neg", "is_pinned", "is_shared", "storage_offset")
     },
-    **dict.fromkeys(("storage", "typed_storage", "untyped_storage", "_typed_storage"), _bytes_beside),
+    **dict.fromkeys(
+        ("storage", "typed_storage", "untyped_storage", "_typed_storage"),
+        lambda tensor: tensor.untyped_storage().nbytes() - tensor.nbytes,
+    ),
     **dict.fromkeys(("grad", "_grad"), _grad),
     "_base": methodcaller("_is_view"),
     "_version": _version,
@@ -509,7 +508,7 @@ class StateReads(Traversal):
             return edges
         edges = [*edges, ("", fn.__dict__.get("__wrapped__"))]
         if not self._is_traced:
-            edges += self._compare_variables(fn.__globals__, objects.variables_of(fn))
+            edges += self._compare_variables(fn.__globals__, objects.names_in(fn.__code__))
         if self._by_names:
             names = objects.names_in(fn.__code__)
             cells = map(objects.cell_value, fn.__closure__ or ())

@@ -13,7 +13,7 @@ import dis
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import wraps
 from itertools import chain
 from types import CodeType
@@ -219,13 +219,16 @@ def code_reads(code: CodeType) -> CodeReads:
             of_variables = of_variables or root is None or not any(_loads(root, one, at=-1) for one in given)
     texts = frozenset(text for text in code.co_consts if isinstance(text, str) and len(text) < 200)
     attributes.update(_named_by_texts(texts))
+    telling = (
+        TELLS_IDENTITY & (attributes | variables) | {"id", "hash"} & variables
+    )  # an attribute ``id`` may be anything
     matches = any(instruction.opname == "MATCH_CLASS" for instruction in instructions)
     return CodeReads(
         frozenset(attributes),
         frozenset(variables),
         frozenset(imports),
         texts,
-        frozenset(compared - {code.co_name}) | _telling(attributes | variables, variables),  # itself is a function
+        frozenset(compared - {code.co_name}) | telling,  # itself is a function
         reads_whole or matches,  # the class says which attributes stand in which place
         of_variables,
         "modules" in texts or ("modules" in code.co_names and _finds_modules(code, instructions)),
@@ -237,11 +240,6 @@ def _named_by_texts(texts: Iterable[str]) -> Iterator[str]:
     """The names that texts can be, dotted ones too: ``operator.attrgetter("config.scale")``."""
     dotted = (text.split(".") for text in texts)
     return (part for parts in dotted if all(map(str.isidentifier, parts)) for part in parts)
-
-
-def _telling(names: Collection[str], variables: Collection[str]) -> frozenset[str]:
-    """The functions among names that tell objects from one another; an attribute ``id`` may be anything."""
-    return TELLS_IDENTITY.intersection(names) | frozenset(("id", "hash")).intersection(variables)
 
 
 def _finds_modules(code: CodeType, instructions: Sequence[Instruction]) -> bool:

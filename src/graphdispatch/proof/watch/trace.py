@@ -136,8 +136,6 @@ class CodeTrace(CodeNotes, CodeListener):
         self._unseen_call: str | None = None
         self._used = set[str]()
         """The names that code of the user has used so far."""
-        self._settled = 0
-        """How many of the ``walk.user_namespaces`` were noted under these names."""
         self._run_beside: dict[int, types.CodeType] = {}
         """Code that ran in first imports, compilations and hooks of the collector: once in the process, as a rule."""
         self._heard_of: dict[tuple[int, bool], types.CodeType] = {}
@@ -341,7 +339,8 @@ class CodeTrace(CodeNotes, CodeListener):
             self._read_library(notes, code, frame)
             return
         notes.names |= reads.attributes
-        self._note_optional(reads)
+        if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
+            self.optional |= {text for text in reads.texts if text.isidentifier()}
         notes.reads_whole |= reads.reads_whole
         self._note_variables(notes, code, frame.f_globals, reads)
         spared = _OF_GENERICS if path.endswith(("typing.py", "typing_extensions.py")) else set[str]()
@@ -406,15 +405,9 @@ class CodeTrace(CodeNotes, CodeListener):
         """Code that is about to run uses these names, and may use under them any module of the user's that somebody
         holds. One that came since may be used by code that began before, too."""
         self._used.update(used)
-        for index, held in enumerate(self.walk.user_namespaces):  # which may grow meanwhile
-            names = used if index < self._settled else self._used
+        for held in self.walk.user_namespaces:  # which may grow meanwhile
             table = held if type(held) is dict else vars(held)
-            self.walk.visit_variables(table, names, str(table.get("__name__", "")))
-        self._settled = len(self.walk.user_namespaces)
-
-    def _note_optional(self, reads: CodeReads) -> None:
-        if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
-            self.optional |= {text for text in reads.texts if text.isidentifier()}
+            self.walk.visit_variables(table, self._used, str(table.get("__name__", "")))
 
     def _note_variables(self, notes: CodeNotes, code: types.CodeType, table: dict[str, Any], reads: CodeReads) -> None:
         """The variables that code is about to use: of its own module, and of the modules of the user that it names."""
