@@ -260,7 +260,8 @@ def test_members_in_the_place_of_their_equal_are_watched(kind: str) -> None:
 
 @pytest.mark.parametrize("make", [list, set, lambda: {"a": [1]}, lambda: ([], torch.device("cpu"))])
 def test_a_call_that_rebinds_to_an_equal_container_is_served(make: Callable[[], Any]) -> None:
-    """As hooks do that begin each call with an empty list; what the call adds, or makes of the batch, is a change."""
+    """As hooks do that begin each call with an empty list; what the call adds is a change, and what it makes of the
+    batch is that of the latest call."""
     held = SimpleNamespace(k=make(), rows=[4], log=[])
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -277,10 +278,14 @@ def test_a_call_that_rebinds_to_an_equal_container_is_served(make: Callable[[], 
 
     step = served(fn)
     assert_served(step, torch.randn(4, 3))
-    for other in map(graphs_of, (logged, counted)):
-        check(other, 4)
-        assert other.last_decision.reason is gd.Reason.STATE_REBOUND
+    other = graphs_of(logged)
+    check(other, 4)
+    assert other.last_decision.reason is gd.Reason.STATE_REBOUND
     assert len(held.log) == 8  # each call is made by ``check`` once more
+    other = graphs_of(counted)
+    for rows in (4, 4, 4, 4, 3, 4, 3, 3, 4, 4):
+        other(torch.randn(rows, 3))
+        assert held.rows == [rows]
 
 
 @pytest.mark.parametrize("new", ["one", "other", "same"])
