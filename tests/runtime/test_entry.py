@@ -151,6 +151,7 @@ def test_release_is_idempotent(entry: gd.CUDAGraphEntry) -> None:
 
 def test_an_entry_describes_itself(entry: gd.CUDAGraphEntry) -> None:
     """Descriptor, mode, capture time, the average time of a replay, and a status line."""
+    assert entry.batch_descriptor == entry.descriptor
     assert (entry.descriptor, entry.mode, entry.size) == (gd.BatchDescriptor(4, 4, True), gd.CUDAGraphMode.FULL, 4)
     assert entry.capture_time_ms > 0
     assert entry.avg_replay_time_ms == 0.0
