@@ -6,9 +6,10 @@ from .. import mutants
 
 MORE_LIVE = {
     "proof/check/attempt": 9,
+    "proof/check/failures": 7,
     "proof/check/lengths": 11,
     "proof/check/row_proof": 3,
-    "proof/check/run": 5,
+    "proof/check/run": 6,
     "proof/watch/effects": 7,
     "runtime/entry": 6,
 }
