@@ -123,6 +123,17 @@ def test_what_only_a_call_that_differs_does(
     assert served_of.total == eager.total
 
 
+@pytest.mark.parametrize("fn", [lambda x, y: x * (x is y) + y, lambda x, y: x * (3 if x.storage_offset() else 2) + y])
+def test_a_batch_of_zeros_speaks_for_no_other_numbers(fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Where the code does something else, one batch that agrees shows nothing."""
+    served = make(fn, sizes=(4,))
+    check_calls(served, *((plain(4), plain(4)) for _ in range(3)))
+    for fill in (0.0, 1.0, 2.0):
+        x = torch.full((8, 4), fill)[4:]
+        assert torch.equal(served(x, x), fn(x, x))
+    assert served.last_decision.reason is Reason.STATE_UNSEEN
+
+
 class Compares(nn.Module):
     """It tells by identity which tensors it is given."""
 

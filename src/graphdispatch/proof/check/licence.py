@@ -150,11 +150,18 @@ class ArgumentMetadata:
         self._state = {id(tensor): (tensor, -1 - place) for place, tensor in enumerate(state)}
         self._captured = self._read(values)
         self._compared: list[list[Any]] = []
+        self._unlike: list[list[Any]] = []
+        """Calls for which the code does something else than in the graph."""
 
-    @property
-    def is_full(self) -> bool:
-        """Whether so many different calls were compared that others run eagerly."""
-        return len(self._compared) >= _MOST_COMPARED_CALLS
+    def refuses(self, values: Sequence[Any]) -> bool:
+        """Whether a call that is like none that was compared runs eagerly: the code is shown to do something else, or
+        there were many different calls."""
+        is_full = len(self._compared) + len(self._unlike) >= _MOST_COMPARED_CALLS
+        return is_full or self._is_among(values, self._unlike)
+
+    def note_unlike(self, values: Sequence[Any]) -> None:
+        """Note a call for which the code does something else than in the graph."""
+        self._unlike.append(self._key(values))
 
     @property
     def text(self) -> str:
@@ -169,8 +176,11 @@ class ArgumentMetadata:
 
     def has_compared(self, values: Sequence[Any]) -> bool:
         """Whether a call is like one that was compared."""
-        now = self._key(values)
-        return any(all(map(_same, now, one)) for one in self._compared)
+        return self._is_among(values, self._compared)
+
+    def _is_among(self, values: Sequence[Any], calls: Sequence[list[Any]]) -> bool:
+        now = self._key(values) if calls else []
+        return any(all(map(_same, now, one)) for one in calls)
 
     def _key(self, values: Sequence[Any]) -> list[Any]:
         """What is read of a call's arguments; with their shapes, if it differs from that of the capture."""
@@ -248,7 +258,7 @@ class Verification(Licence):
         if (padding := self.against_padding(rows)) is not None:
             return padding
         is_new = self.metadata is not None and not self.metadata.has_compared(values)
-        if is_new and self.metadata is not None and self.metadata.is_full:
+        if is_new and self.metadata is not None and self.metadata.refuses(values):
             return Reason.STATE_UNSEEN, self.metadata.text
         is_due = is_new or entry.is_due_again or self.wants_look(rows) or entry.state is EntryState.FAILED
         if is_due or (entry.state is EntryState.CAPTURED and self.differs(values)):

@@ -32,7 +32,10 @@ Note [kernels that round otherwise]
 While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
 """
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from ...backends.operators import copy_with_gaps
 from ...backends.tracing import profiler_range
@@ -52,7 +55,7 @@ from .eager_run import WatchedTooLittleError, check_may_capture, queries_capture
 from .failures import advice, failed_result
 from .gain import measure_gain, seconds_of
 from .lengths import replay_other_padding
-from .licence import LikeGraph, RowProof, shown_of
+from .licence import LikeGraph, RowProof, Verification, shown_of
 from .make_entry import grow_guard, make_entry
 from .output_rule import check_values
 from .row_proof import RowsShown, proof_of, prove_rows, speak_for_batch
@@ -139,9 +142,8 @@ def _run(
     try:
         if entry is None:
             return CaptureResult(eager.answer, _capture(attempt), Reason.CAPTURED_NOW)
-        _verify(attempt, entry)
-        if (padding := entry.licence.against_padding(request.rows)) is not None:
-            return CaptureResult(eager.answer, entry, *padding)
+        if (against := _verify(attempt, entry) or entry.licence.against_padding(request.rows)) is not None:
+            return CaptureResult(eager.answer, entry, *against)
         return CaptureResult(eager.answer, entry, Reason.VERIFIED_NOW)
     except Exception as error:
         if (raised := error_of_signal(error)) is not None:
@@ -238,17 +240,42 @@ def _has_agreed_before(request: CaptureRequest, operators: OperatorTrace, proof:
     )
 
 
-def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
-    """Compare the entry's replay on this batch with the eager run. Raises as ``_capture`` does."""
-    request, eager = attempt.request, attempt.eager
+def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> tuple[Reason, str] | None:
+    """Compare the entry's replay on this batch with the eager run; or why it cannot serve such a call. Raises as
+    ``_capture`` does."""
+    request, eager, shown = attempt.request, attempt.eager, shown_of(entry)
     eager.draws |= entry.uses_rng  # as the replay will, whatever branch eager took
     check_may_capture(request, eager)
+    if shown is not None and shown.metadata is not None and not _does_as_shown(attempt, shown):
+        shown.metadata.note_unlike(request.values)
+        return Reason.STATE_UNSEEN, shown.metadata.text
     attempt.lent = [Region(tensor, tensor.clone()) for tensor in entry.outputs.lent(request.size)]
     writes = entry.written is not None or any(not entry.inputs.specs[i].spans for i in entry.mutated)
     writes = writes or bool(eager.effects.opaque)
     if writes or entry.mode is not CUDAGraphMode.FULL:  # else it writes its rows at most
         attempt.warm_up()
     _compare_or_refuse(attempt, entry)
+    return None
+
+
+def _does_as_shown(attempt: CaptureAttempt, shown: Verification) -> bool:
+    """Whether the code dispatches the operators of the graph for the call's own arguments, of which it reads more than
+    values. That one batch agrees does not tell: zeros do whatever they are multiplied by."""
+    metadata, request = shown.metadata, attempt.request
+    if metadata is None or metadata.has_compared(request.values) or shown.operators.has_regions:
+        return True
+    attempt.start_over("running on the call's own arguments")
+    return _run_of(attempt, request.values, request.arguments()).is_like(shown.operators)
+
+
+def _run_of(attempt: CaptureAttempt, values: Sequence[Any], arguments: Sequence[torch.Tensor]) -> OperatorTrace:
+    """The operators of a run on these values, of which nothing stays."""
+
+    def read(effects: EffectRecorder, output: Any) -> OperatorTrace:
+        effects.note_outputs(output)
+        return effects.dispatched
+
+    return attempt.run_and_undo(attempt.request.call.in_new_containers(values), read, arguments)
 
 
 def _check_gaps(attempt: CaptureAttempt, operators: OperatorTrace) -> None:
@@ -257,13 +284,7 @@ def _check_gaps(attempt: CaptureAttempt, operators: OperatorTrace) -> None:
     request = attempt.request
     arguments = [copy_with_gaps(argument) for argument in request.arguments()]  # each in memory of its own
     attempt.start_over("running on arguments with gaps in memory")
-
-    def read(effects: EffectRecorder, output: Any) -> OperatorTrace:
-        effects.note_outputs(output)
-        return effects.dispatched
-
-    values = request.call.in_new_containers(request.values_with(arguments))
-    if not attempt.run_and_undo(values, read, arguments).is_like(operators):
+    if not _run_of(attempt, request.values_with(arguments), arguments).is_like(operators):
         raise CaptureError(
             "the call does something else for an argument with gaps in memory than for one without; "
             "pass a contiguous one",
