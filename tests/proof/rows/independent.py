@@ -146,6 +146,7 @@ ROWS: dict[str, Any] = {
     "mlp": nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(), nn.Linear(8, 2)).eval(),
     "checks": Branches(),
     "number in a range": lambda x: x * (1 if x.shape[0] <= 64 else 2),
+    "broadcast shapes": lambda x: x + torch.zeros(torch.broadcast_shapes(x.shape[:-1], (1,)))[:, None],
     "ones of n": lambda x: x * torch.ones(len(x), 1),
     "table of n rows": lambda x: x + TABLE[: x.shape[0]],
     "top-p": top_p,

@@ -177,6 +177,11 @@ def test_a_restriction_excludes_one_number_and_says_where() -> None:
     assert [n for n in range(1, 65) if verdict.speaks_for((n,))] == [3]
 
 
+def test_a_run_on_one_row_is_unknown() -> None:
+    """Nothing mixes where there is one row, which says nothing of more."""
+    assert "one row" in judge(lambda x: x - x.mean(0), own=(1,)).unknown
+
+
 SPOKEN: dict[str, tuple[Callable[[Tensor], Any], list[tuple[int, int]], list[tuple[int, int]]]] = {
     "a product of both": (lambda x: x + 1 if x.shape[0] * x.shape[1] == 24 else x, [(4, 7)], [(4, 6)]),
     "a length": (lambda x: x + 1 if x.shape[1] > 20 else x, [(4, 20), (64, 2)], [(4, 21), (64, 48)]),

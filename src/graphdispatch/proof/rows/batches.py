@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...backends.code_events import is_torch_code
 from ...backends.operators import short_user_line
 
 Array = NDArray[Any]
@@ -141,6 +142,16 @@ _LOOK_UPS = ("BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR", "CONTAINS_OP", "B
 """Instructions that take a key, and keep it at most in a container that is put back after the run."""
 
 
+class _Node:
+    """What torch's code in Python reads of a number before it compares that."""
+
+    def is_nested_int(self) -> bool:
+        return False
+
+
+_NODE = _Node()
+
+
 class SizeNumber:
     """What integers and reals made of sizes share."""
 
@@ -150,6 +161,9 @@ class SizeNumber:
     @property
     def node(self) -> Any:
         """What torch's own symbols have. Where C++ reads it, no narrowing would see what becomes of the number."""
+        caller = sys._getframe(1).f_code
+        if caller.co_name == "is_nested_int" and is_torch_code(caller.co_filename):  # as broadcast_shapes does
+            return _NODE
         self.space.stray = self.space.stray or short_user_line()
         self.plain()
         raise TypeError("a number made of the sizes of a batch came to code that takes plain numbers")

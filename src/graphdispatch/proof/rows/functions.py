@@ -221,11 +221,14 @@ class Caller:
     def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with plain numbers. Numbers that are no sizes narrow the run."""
         name, args, named = self.function, self.arguments, self.named
+        if name in ("broadcast_shapes", "expand_as", "view_as"):
+            return args, dict(named)
         by_name = {key: (self._size if key in _SIZE_NAMES else _number)(value) for key, value in named.items()}
+        if name in ("__getitem__", "__setitem__"):
+            self._find_doubles()
+            return (args[0], self._index(args[1]), *map(_number, args[2:])), by_name
         if name not in _MAKES and name not in _TAKES_SHAPE:
             self._find_doubles()
-        if name in ("__getitem__", "__setitem__"):
-            return (args[0], self._index(args[1]), *map(_number, args[2:])), by_name
         end_of_range = slice(len(args) > 1, 2) if name == "arange" else slice(0)
         places = range(len(args))[_SIZE_PLACES.get(name, end_of_range)]
         return tuple((self._size if i in places else _number)(v) for i, v in enumerate(args)), by_name

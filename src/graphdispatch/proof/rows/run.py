@@ -100,6 +100,8 @@ class RowRun:
         self._doubts: list[Fault] = []
         self._state: list[Fault] = []
         self._by_place = ""
+        if any(own < 2 for own in space.own):
+            self._doubts.append(Fault(False, "a run on one row, or one element of a length, tells nothing of more"))
 
     # -- before and after
 
