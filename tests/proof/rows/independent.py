@@ -172,6 +172,8 @@ ROWS: dict[str, Any] = {
     "guidance by repeat": lambda x: (x.repeat(2, 1) @ W).view(2, x.shape[0], D).sum(0),
     "beams": lambda x: (x.repeat_interleave(3, 0) @ W).view(x.shape[0], 3, D).amax(1),
     "numbers of rows in a narrow type": lambda x: x + torch.arange(x.shape[0]).to(torch.bfloat16)[:, None],
+    "errors of each element": lambda x: F.mse_loss(x, x * 2, reduction="none").mean(1),
+    "losses of each element": lambda x: F.huber_loss(x.sigmoid(), x * 0 + 1, reduction="none") * x,
     "as many zeros as ranks": lambda x: x + torch.zeros_like(x[:, 0].argsort().argsort())[:, None],
     "beside nothing": lambda x: torch.cat([torch.empty(0), x], 1),
     "among boundaries": lambda x: torch.searchsorted(TABLE[0].sort().values, x),

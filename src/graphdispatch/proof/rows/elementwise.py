@@ -72,6 +72,14 @@ def nll_loss(c: Call) -> list[Label]:
     return (_LOSS if c.a["reduction"] else _LOSSES)(c)
 
 
+def loss(c: Call) -> list[Label]:
+    """A loss for each pair of elements, or of all."""
+    dims = c.broadcast([c.certain_label(tensor).dims for tensor in c.tensors])
+    if c.a["reduction"]:
+        c.blend(dims, "")
+    return [Label(() if c.a["reduction"] else dims)]
+
+
 _AMONG_ALL, _AMONG_OWN = TextRule("s*, ... -> ..."), TextRule("... s*, ... v -> ... v")
 
 
@@ -110,6 +118,8 @@ RULES: dict[Rule, str] = {
     TextRule("z c* h* w* d*, z i* j* k* three* -> z c i j k"): "grid_sampler_3d",
     TextRule("... p k*, ... r k* -> ... p r"): "_cdist_forward _euclidean_dist",
     nll_loss: "nll_loss_forward nll_loss2d_forward",
+    loss: """mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy
+        binary_cross_entropy_with_logits""",
     searchsorted: "searchsorted",
 }
 PLACES: dict[Rule, tuple[str, ...]] = {keep: ("self", "input")}
