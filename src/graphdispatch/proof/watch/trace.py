@@ -204,8 +204,8 @@ class CodeTrace(CodeNotes, CodeListener):
         if self.spared is None:
             return None
         return CaptureError(
-            f"a run for the graph's sake would change for good what nobody can put back: {self.spared}; pass what it "
-            "gives as an argument, or capture by calls",
+            f"a run for the graph's sake would change for good what nobody can put back: {self.spared}; call it once "
+            "before, in case its first call does that alone, or pass what it gives as an argument",
             Reason.STATE_UNSEEN,
         )
 
