@@ -179,6 +179,11 @@ def branches() -> Model:
     return Model(lambda x, slots: (x * 2 if len(x) > 1 else x.mul(2)) + slots[:, None])
 
 
+def reads_metadata() -> Model:
+    """Reads more of an argument than values."""
+    return Model(lambda x, slots: x * (3 if x.storage_offset() else 2) + slots[:, None])
+
+
 def refused() -> Model:
     """Reads a number, which no graph can hold."""
     return Model(lambda x, slots: x * float(slots[0].item()))
@@ -258,6 +263,7 @@ PROGRAMS = {
     **{f"pure {number}": Program(pure, number, {"sizes": (3, 4)}) for number in (0, 1, None)},
     **{f"argument {number}": Program(writes_argument, number, {"sizes": (4,)}) for number in (0, 1)},
     "gaps": Program(pure, 0, {"sizes": (4,)}, with_gaps),
+    "reads": Program(reads_metadata, 0, {"sizes": (3,)}),
     "refused": Program(refused, 0, serves=False),
     "rounds": Program(rounds, 1, {"sizes": (3,)}),
     "differs": Program(differs, 2, {"sizes": (4,)}, lambda number: batch(number, 4 if number < 2 else 3)),

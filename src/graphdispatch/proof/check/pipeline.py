@@ -55,7 +55,7 @@ from .eager_run import WatchedTooLittleError, check_may_capture, queries_capture
 from .failures import advice, failed_result
 from .gain import measure_gain, seconds_of
 from .lengths import replay_other_padding
-from .licence import LikeGraph, RowProof, Verification, shown_of
+from .licence import ArgumentMetadata, LikeGraph, RowProof, Verification, shown_of
 from .make_entry import grow_guard, make_entry
 from .output_rule import check_values
 from .row_proof import RowsShown, proof_of, prove_rows, speak_for_batch
@@ -246,26 +246,32 @@ def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> tuple[Reason, str
     request, eager, shown = attempt.request, attempt.eager, shown_of(entry)
     eager.draws |= entry.uses_rng  # as the replay will, whatever branch eager took
     check_may_capture(request, eager)
-    if shown is not None and shown.metadata is not None and not _does_as_shown(attempt, shown):
-        shown.metadata.note_unlike(request.values)
-        return Reason.STATE_UNSEEN, shown.metadata.text
     attempt.lent = [Region(tensor, tensor.clone()) for tensor in entry.outputs.lent(request.size)]
     writes = entry.written is not None or any(not entry.inputs.specs[i].spans for i in entry.mutated)
     writes = writes or bool(eager.effects.opaque)
     if writes or entry.mode is not CUDAGraphMode.FULL:  # else it writes its rows at most
         attempt.warm_up()
     _compare_or_refuse(attempt, entry)
-    return None
+    metadata = shown.metadata if shown is not None else None
+    if metadata is None or metadata.has_compared(request.values) or not metadata.refuses(request.values):
+        return None
+    return Reason.STATE_UNSEEN, metadata.text
 
 
-def _does_as_shown(attempt: CaptureAttempt, shown: Verification) -> bool:
-    """Whether the code dispatches the operators of the graph for the call's own arguments, of which it reads more than
-    values. That one batch agrees does not tell: zeros do whatever they are multiplied by."""
-    metadata, request = shown.metadata, attempt.request
-    if metadata is None or metadata.has_compared(request.values) or shown.operators.has_regions:
-        return True
+def _note_call(attempt: CaptureAttempt, shown: Verification, metadata: ArgumentMetadata) -> None:
+    """Note a call of whose arguments the code reads more than values: whether it dispatches the operators of the graph
+    for them. That one batch agrees does not tell: zeros do whatever they are multiplied by."""
+    request = attempt.request
+    if metadata.has_compared(request.values) or shown.operators.has_regions:
+        metadata.note(request.values)
+        return
     attempt.start_over("running on the call's own arguments")
-    return _run_of(attempt, request.values, request.arguments()).is_like(shown.operators)
+    found = _run_of(attempt, request.values, request.arguments())
+    is_shown = found.is_like(shown.operators)
+    if not is_shown:  # runs that use other memory each time, as that of new arrays, are like no other
+        attempt.start_over("running on the call's own arguments again")
+        is_shown = not found.is_like(_run_of(attempt, request.values, request.arguments()))
+    (metadata.note if is_shown else metadata.note_unlike)(request.values)
 
 
 def _run_of(attempt: CaptureAttempt, values: Sequence[Any], arguments: Sequence[torch.Tensor]) -> OperatorTrace:
@@ -338,4 +344,4 @@ def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
         if shown is not None:
             shown.traced.add(request.rows)
     if shown is not None and shown.metadata is not None:
-        shown.metadata.note(request.values)
+        _note_call(attempt, shown, shown.metadata)
