@@ -118,8 +118,7 @@ RULES: dict[Rule, str] = {
     TextRule("z c* h* w* d*, z i* j* k* three* -> z c i j k"): "grid_sampler_3d",
     TextRule("... p k*, ... r k* -> ... p r"): "_cdist_forward _euclidean_dist",
     nll_loss: "nll_loss_forward nll_loss2d_forward",
-    loss: """mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy
-        binary_cross_entropy_with_logits""",
+    loss: "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy_with_logits",
     searchsorted: "searchsorted",
 }
 PLACES: dict[Rule, tuple[str, ...]] = {keep: ("self", "input")}
