@@ -63,14 +63,14 @@ def is_healthy(cuda: Backend, model: torch.nn.Module) -> None:
 
 
 @pytest.fixture
-def busy_gpu() -> Iterator[None]:
-    """Another thread allocates, computes, reads back and frees on a stream of its own, all the time."""
+def busy_gpu(cuda: Backend) -> Iterator[None]:
+    """Another thread allocates, computes, reads back and frees on a stream that is not that of captures, all the
+    time."""
     stop, failed = threading.Event(), list[BaseException]()
 
     def work() -> None:
-        stream = torch.cuda.Stream()
         try:
-            with torch.cuda.stream(stream):
+            with cuda.use_stream(cuda.make_stream()):
                 while not stop.is_set():
                     x = torch.ones(1 << 18, device="cuda:0")
                     assert (x @ x).item() == 1 << 18
