@@ -275,15 +275,21 @@ def _write_tensor(tensor: torch.Tensor, before: dict[str, Any]) -> None:
     tensor.requires_grad_(before[".requires_grad"])
 
 
-def _write_settings(_: Any, before: tuple[torch.dtype, int]) -> None:
+def _read_settings(_: Any) -> tuple[torch.dtype, bool, bool]:
+    """The default dtype, and determinism, with whether it only warns."""
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), warns_only
+
+
+def _write_settings(_: Any, before: tuple[torch.dtype, bool, bool]) -> None:
     """Set the default dtype and determinism."""
-    dtype, mode = before
+    dtype, *determinism = before
     torch.set_default_dtype(dtype)
-    if torch.get_deterministic_debug_mode() != mode:  # torch sets its compiler's determinism to the same
-        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
+    if _read_settings(None)[1:] != tuple(determinism):  # torch sets its compiler's determinism to the same
+        torch.use_deterministic_algorithms(determinism[0], warn_only=determinism[1])
 
 
-SETTINGS = Accessor(lambda _: (torch.get_default_dtype(), torch.get_deterministic_debug_mode()), _write_settings)
+SETTINGS = Accessor(_read_settings, _write_settings)
 """Of the settings of the process that operators read: the default dtype, and determinism."""
 
 
