@@ -167,7 +167,7 @@ class ArgumentMetadata:
     def text(self) -> str:
         """Why a call that differs runs eagerly."""
         names = ", ".join(name if name == IDENTITY else f".{name}" for name in self.names)
-        return f"the code may read {names} of an argument, and each call differs there; pass that as an argument"
+        return f"the code may read {names} of an argument, and the call differs there; pass that as an argument"
 
     def note(self, values: Sequence[Any]) -> None:
         """Note a call that was compared with eager."""
