@@ -20,6 +20,11 @@ class Reason(Explained):
     """The reason that every decision carries: its value, and as ``text`` the sentence for people, with a remedy if
     there is one."""
 
+    is_graph: bool
+    """Whether a graph served the step. A step that captured or checked a graph counts as eager."""
+    leads_to_graph: bool
+    """Whether the step ran eagerly on the way to a graph, or as a part of one. ``strict`` allows such steps."""
+
     EXACT = "exact", "a graph of exactly this size served the batch"
     PADDED = "padded", "the batch was padded, and the next larger graph served it"
     IN_PARTS = "in_parts", "the batch is larger than the largest graph, and graphs served it in parts"
@@ -144,18 +149,9 @@ class Reason(Explained):
         """What to do about it, or what will happen by itself; empty where there is nothing to say."""
         return "" if self in _WITHOUT_REMEDY else self.text.partition("; ")[2]
 
-    @property
-    def is_graph(self) -> bool:
-        """Whether a graph served the step. A step that captured or checked a graph counts as eager."""
-        return self in (Reason.EXACT, Reason.PADDED, Reason.IN_PARTS)
-
-    @property
-    def leads_to_graph(self) -> bool:
-        """Whether the step ran eagerly on the way to a graph, or as a part of one. ``strict`` allows such steps."""
-        return self in _ON_THE_WAY
-
 
 _WITHOUT_REMEDY = (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW)
+_BY_GRAPH = (Reason.EXACT, Reason.PADDED, Reason.IN_PARTS)
 _ON_THE_WAY = (
     Reason.FIRST_SIGHTING,
     Reason.CAPTURE_WAITS,
@@ -164,3 +160,5 @@ _ON_THE_WAY = (
     Reason.INSIDE_CAPTURE,
     Reason.INSIDE_REPLAY,
 )
+for _reason in Reason:
+    _reason.is_graph, _reason.leads_to_graph = _reason in _BY_GRAPH, _reason in _ON_THE_WAY

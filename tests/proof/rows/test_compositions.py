@@ -272,13 +272,13 @@ def wrong(seed: int) -> str:
         return "refused"
     if not verdict.independent or None in verdict.outputs:
         return "refused"
-    spoken_for = [rows for rows in (9, 6, 12, 4) if verdict.speaks_for((rows,))]
+    spoken_for = [rows for rows in (9, 6, 12, 4) if (rows,) in verdict.space]
     for rows in spoken_for:
         x, i = batch(rows, rows)
         first = _changed(x, slice(1), -50.0), _changed(i, slice(1), 2)
         if text := _differs(program, first, (x, i), verdict.outputs, (rows, 1, rows)):
             return f"{text} where the first of {rows} rows changes, seed {seed}"
-        for real in (one for one in (rows - 1, rows // 2, 2) if verdict.speaks_for((one,))):
+        for real in (one for one in (rows - 1, rows // 2, 2) if (one,) in verdict.space):
             for scale in (0.0, -50.0):
                 padded = _changed(x, slice(real, None), scale), _changed(i, slice(real, None), int(scale and 2))
                 if text := _differs(program, padded, (x[:real], i[:real]), verdict.outputs, (rows, 0, real)):

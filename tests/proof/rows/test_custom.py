@@ -49,17 +49,17 @@ def test_a_rule_says_where_the_rows_of_a_result_are() -> None:
     row_rule("graphdispatch_rules::scale", "n ..., _ -> n ...")
     verdict = judge(lambda x: OPS.scale(x, WEIGHT))
     assert (verdict.mixes, verdict.unknown, verdict.outputs) == ("", "", (((0,), ()),))
-    assert all(verdict.speaks_for((n,)) for n in range(2, 65))
+    assert all((n,) in verdict.space for n in range(2, 65))
 
 
 def test_a_result_of_another_size_speaks_for_its_length_alone() -> None:
     """The rule does not say how long it is for another length; rows may be as many as they like."""
     row_rule("graphdispatch_rules::split", "n s d -> n s d, n s")
     verdict = judge(lambda x: OPS.split(x.transpose(1, 2))[0], grid, own=(7, 11))
-    assert verdict.speaks_for((9, 11))
-    assert not verdict.speaks_for((9, 12))
+    assert (9, 11) in verdict.space
+    assert (9, 12) not in verdict.space
     row_rule("graphdispatch_rules::scale", "n s d, _ -> n s d")
-    assert judge(lambda x: OPS.scale(x, WEIGHT), grid, own=(7, 11)).speaks_for((9, 12))
+    assert (9, 12) in judge(lambda x: OPS.scale(x, WEIGHT), grid, own=(7, 11)).space
 
 
 def test_a_rule_counts_a_length_as_mixed() -> None:

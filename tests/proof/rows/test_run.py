@@ -168,13 +168,13 @@ def test_a_restriction_excludes_one_number_and_says_where() -> None:
     unknown, and so is one of a single row, whose size broadcasts."""
     fn = lambda x: x + 1 if x.shape[0] == 3 else x  # noqa: E731
     verdict = judge(fn)
-    assert [n for n in range(2, 65) if not verdict.speaks_for((n,))] == [3]
-    assert verdict.why_not((3,)).startswith("Python decides by the number of rows (n == 3), test_run.py:")
-    assert verdict.why_not((4,)) == ""
-    assert "a size of one broadcasts" in verdict.why_not((1,))
-    assert "1 to 64" in verdict.why_not((65,))
+    assert [n for n in range(2, 65) if (n,) not in verdict.space] == [3]
+    assert verdict.space.why_not((3,)).startswith("Python decides by the number of rows (n == 3), test_run.py:")
+    assert verdict.space.why_not((4,)) == ""
+    assert "a size of one broadcasts" in verdict.space.why_not((1,))
+    assert "1 to 64" in verdict.space.why_not((65,))
     verdict = judge(fn, own=(3,))
-    assert [n for n in range(1, 65) if verdict.speaks_for((n,))] == [3]
+    assert [n for n in range(1, 65) if (n,) in verdict.space] == [3]
 
 
 def test_a_run_on_one_row_is_unknown() -> None:
@@ -210,8 +210,8 @@ def test_a_run_speaks_for_the_batches_of_its_path(name: str) -> None:
     fn, spoken_for, others = SPOKEN[name]
     verdict = judge(fn, grid, own=(7, 11))
     assert verdict.independent
-    assert all(map(verdict.speaks_for, spoken_for))
-    assert not any(map(verdict.speaks_for, others))
+    assert all(extents in verdict.space for extents in spoken_for)
+    assert not any(extents in verdict.space for extents in others)
 
 
 def test_a_restriction_of_one_axis_keeps_no_grid() -> None:
@@ -389,8 +389,8 @@ def test_the_operators_of_another_batch_have_the_shapes_of_the_labels(name: str,
     fn = SIZED[name]
     verdict = judge(fn, grid, own=(7, 11))
     assert verdict.unknown == ""
-    assert verdict.speaks_for((9, 16))
-    assert verdict.has_shapes(_shapes(fn, grid, *extents), extents) or not verdict.speaks_for(extents)
+    assert (9, 16) in verdict.space
+    assert verdict.has_shapes(_shapes(fn, grid, *extents), extents) or extents not in verdict.space
 
 
 def test_a_label_that_was_right_by_chance_shows_in_another_batch() -> None:
@@ -486,7 +486,7 @@ def test_no_cache_keeps_a_number_of_the_run() -> None:
         return x.reshape(shape).relu()
 
     assert judge(tried).independent
-    assert judge(tried).speaks_for((9,))
+    assert (9,) in judge(tried).space
     assert halves.cache_info().currsize == 0
 
 

@@ -58,11 +58,11 @@ class FollowedRun:
 
     def speaks_for(self, extents: Sequence[int]) -> bool:
         """Whether Python takes the path of the run for a batch of these extents."""
-        return all(extents[place] == 1 for place in self.single) and self.verdict.speaks_for(self._followed(extents))
+        return all(extents[place] == 1 for place in self.single) and self._followed(extents) in self.verdict.space
 
     def why_not(self, extents: Sequence[int]) -> str:
         """What keeps the run from speaking for a batch, in words."""
-        return self.verdict.why_not(self._followed(extents))
+        return self.verdict.space.why_not(self._followed(extents))
 
     def _followed(self, extents: Sequence[int]) -> list[int]:
         return [_NO_EXTENT if place in self.single else extent for place, extent in enumerate(extents)]

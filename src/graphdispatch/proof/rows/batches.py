@@ -112,6 +112,9 @@ class BatchSpace:
         for axis in axes:
             self.restrict(self.numbers[axis].values, what)
 
+    def __contains__(self, extents: Sequence[int]) -> bool:
+        return not self.why_not(extents)
+
     def why_not(self, extents: Sequence[int]) -> str:
         """The first restriction that excludes a batch of these extents, or an empty text; see Note [a batch of one]."""
         at = self.place_of(extents)

@@ -42,20 +42,13 @@ class Verdict:
     slots: Slots
     """State that elements write at places which they name."""
     space: BatchSpace = field(repr=False)
+    """The batches for which Python takes the path of the run."""
     sizes: Sizes = field(repr=False)
 
     @property
     def independent(self) -> bool:
         """Whether no row depends on another."""
         return not self.mixes and not self.unknown
-
-    def speaks_for(self, extents: Sequence[int]) -> bool:
-        """Whether Python takes the path of the run for a batch of these extents."""
-        return not self.space.why_not(extents)
-
-    def why_not(self, extents: Sequence[int]) -> str:
-        """The first restriction that excludes a batch of these extents, with its line; else empty."""
-        return self.space.why_not(extents)
 
     def has_shapes(
         self,
