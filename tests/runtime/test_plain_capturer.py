@@ -12,7 +12,7 @@ from graphdispatch import CUDAGraphOptions, Dim, Graphed, Reason, graphed
 from graphdispatch.api.lifecycle import capturer_for
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.proof.capturer import ProvingCapturer
+from graphdispatch.proof.check.pipeline import ProvingCapturer
 from graphdispatch.record import PlainCapturer, Reached
 from graphdispatch.runtime.cache import make_cache
 from graphdispatch.runtime.decide import SizeTable

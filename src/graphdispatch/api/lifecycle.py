@@ -7,8 +7,8 @@ from ..config import CUDAGraphOptions
 from ..copying import MadeAnew
 from ..errors import ConfigError, check_type, did_you_mean
 from ..modes import CUDAGraphMode
-from ..proof.capturer import ProvingCapturer
 from ..proof.check.licence import Verification
+from ..proof.check.pipeline import ProvingCapturer
 from ..record import PlainCapturer
 from ..runtime.cache import GraphCache
 from ..runtime.graph_set import GraphSet, memory_of

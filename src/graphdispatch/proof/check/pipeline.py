@@ -1,4 +1,4 @@
-"""The one capture path: run eagerly, undo, warm up, capture, replay, compare, put back one execution's effects.
+"""The capturer of the proof: run eagerly, undo, warm up, capture, replay, compare, put back one execution's effects.
 
     eager run on the real rows (watched)            -> the caller's answer, and everything it writes
     undo; load the static inputs; warm up (watched) -> everything the padded run writes, and its operators
@@ -10,8 +10,8 @@
 Where a capture executes what it records, one watched run is the warm-up and the recording. Of compiled code they are
 two: what compiles again may read on the host, which a recording refuses.
 
-``verify_entry`` does the same without the capture, for another batch: a value that the capture froze agrees with eager
-on the first batch only.
+A check does the same without the capture, for another batch: a value that the capture froze agrees with eager on the
+first batch only.
 
 A graph of a further size is proven by the run that proved the first one. Python takes the same path for it, so its code
 is not traced again: it is warmed up, recorded and compared.
@@ -32,25 +32,26 @@ Note [kernels that round otherwise]
 While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ...backends.operators import copy_with_gaps
 from ...backends.tracing import profiler_range
+from ...config import CUDAGraphOptions
 from ...errors import CaptureError, VerificationError, error_of_signal
 from ...modes import CUDAGraphMode, EntryState
 from ...reasons import Reason
 from ...runtime.entry import CUDAGraphEntry
-from ...runtime.protocols import CaptureRequest, CaptureResult
+from ...runtime.protocols import Capturer, CaptureRequest, CaptureResult, Guard
 from ...runtime.rules import graph_name
 from ...runtime.windows import WINDOWS, paused_collector
 from ..state.guards import StateGuard
 from ..watch.effects import EffectRecorder, Region
 from ..watch.operator_trace import OperatorTrace
 from .attempt import CaptureAttempt
-from .compare import check_replay, check_writes
+from .compare import check_replay, check_writes, gap_between
 from .eager_run import WatchedTooLittleError, check_may_capture, queries_capture, run_eagerly, runs_compiled
 from .failures import advice, failed_result
 from .gain import measure_gain, seconds_of
@@ -63,30 +64,42 @@ from .row_proof import RowsShown, proof_of, prove_rows, speak_for_batch
 _UNLIKE = "the call did not do what calls of other sizes did; the next one is watched closely"
 
 
-def capture_entry(request: CaptureRequest) -> CaptureResult:
-    """Run the call eagerly and capture it; see the module's text. Holds the pool's lock throughout.
+class ProvingCapturer(Capturer):
+    """Watches the call, proves its rows and its path, records it, and compares each graph with eager. Has no state."""
 
-    An error of the callable on the real rows passes through unchanged. Besides it only these are raised:
-    ``KeyboardInterrupt`` and its like, and what a handler of a signal raises, after everything was put back;
-    ``DeviceLostError`` if nothing can be served any more; ``CaptureError`` if what was written cannot be put back.
-    """
-    return _in_window(request, None)
+    may_pad_otherwise = True
 
+    def reach(self, fn: Callable[..., Any], *, by_names: bool = False) -> Guard:
+        """As ``Capturer.reach``."""
+        return StateGuard([fn], by_names=by_names)
 
-def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResult:
-    """Run the call eagerly and compare the entry's replay with it. Raises as ``capture_entry`` does.
+    def capture(self, request: CaptureRequest) -> CaptureResult:
+        """As ``Capturer.capture``; see the module's text. Holds the pool's lock throughout.
 
-    Afterwards ``entry.state`` is ``VERIFIED`` or ``FAILED``; or still ``CAPTURED``, if this was the batch of the
-    capture once more, or if its padding alone was looked at.
-    """
-    is_other = entry.state is not EntryState.CAPTURED or entry.licence.differs(request.values)
-    was_failed = entry.state is EntryState.FAILED
-    result = _in_window(request, entry)
-    if result.entry is None:
-        entry.failed()
-    elif is_other and result.reason is Reason.VERIFIED_NOW and (request.counts_as_second or was_failed):
-        entry.licence.agreed(entry, request.values)
-    return result
+        An error of the callable on the real rows passes through unchanged. Besides it only these are raised:
+        ``KeyboardInterrupt`` and its like, and what a handler of a signal raises, after everything was put back;
+        ``DeviceLostError`` if nothing can be served any more; ``CaptureError`` if what was written cannot be put back.
+        """
+        return _in_window(request, None)
+
+    def check(self, request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResult:
+        """As ``Capturer.check``. Raises as ``capture`` does.
+
+        Afterwards ``entry.state`` is ``VERIFIED`` or ``FAILED``; or still ``CAPTURED``, if this was the batch of the
+        capture once more, or if its padding alone was looked at.
+        """
+        is_other = entry.state is not EntryState.CAPTURED or entry.licence.differs(request.values)
+        was_failed = entry.state is EntryState.FAILED
+        result = _in_window(request, entry)
+        if result.entry is None:
+            entry.failed()
+        elif is_other and result.reason is Reason.VERIFIED_NOW and (request.counts_as_second or was_failed):
+            entry.licence.agreed(entry, request.values)
+        return result
+
+    def gap(self, want: Iterable[Any], got: Iterable[Any], entry: CUDAGraphEntry, options: CUDAGraphOptions) -> str:
+        """As ``Capturer.gap``."""
+        return gap_between(want, got, entry, options)
 
 
 def _in_window(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult:
