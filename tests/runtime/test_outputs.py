@@ -13,7 +13,7 @@ import torch
 from graphdispatch import Reason, graphed
 from graphdispatch.engines import OutputView
 from graphdispatch.errors import CaptureError, StaleOutputError
-from graphdispatch.proof.check.output_rule import check_values, learn_output_rule
+from graphdispatch.proof.check.outputs import check_values, learn_output_rule
 from graphdispatch.runtime.outputs import OutputRule
 from graphdispatch.sizes import ROWS, axes_of, pack
 

@@ -29,7 +29,7 @@ from ..backends.operators import (
 from ..errors import CaptureError
 from ..proof.breaks import BREAKS
 from ..proof.check.licence import RowProof, shown_of
-from ..proof.check.output_objects import Opener
+from ..proof.check.outputs import Opener
 from ..proof.rows.batches import BatchSpace
 from ..proof.rows.run import RowRun
 from ..proof.rows.verdict import Verdict

@@ -39,7 +39,7 @@ from ..watch.operator_trace import TensorNames
 from ..watch.trace import CodeTrace
 from .failures import failed_result, running_frames
 from .licence import LikeGraph
-from .output_objects import Opener, objects_in
+from .outputs import Opener, objects_in
 from .run import CallRun, Recording
 
 _log = logging.getLogger("graphdispatch")

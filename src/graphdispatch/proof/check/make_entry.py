@@ -21,8 +21,7 @@ from .attempt import CaptureAttempt
 from .compare import check_aliases
 from .eager_run import check_may_capture, roots_of
 from .licence import Verification, kept, shown_of
-from .output_objects import objects_in
-from .output_rule import check_rule, check_values, learn_output_rule
+from .outputs import check_rule, check_values, learn_output_rule, objects_in
 from .piecewise import PiecewiseGraph
 from .row_proof import RowsShown
 from .run import Recording

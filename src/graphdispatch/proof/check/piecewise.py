@@ -37,7 +37,7 @@ from ...backends.operators import bits_equal, is_strided, storage_key, tensors_i
 from ...errors import CaptureError, ReplayError
 from ...runtime.flatten import describe, is_tensor
 from ..state.walk import StateWalk
-from .output_rule import is_same_value
+from .outputs import is_same_value
 
 
 @dataclass(eq=False)

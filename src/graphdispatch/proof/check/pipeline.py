@@ -58,7 +58,7 @@ from .gain import measure_gain, seconds_of
 from .lengths import replay_other_padding
 from .licence import ArgumentMetadata, LikeGraph, RowProof, Verification, shown_of
 from .make_entry import grow_guard, make_entry
-from .output_rule import check_values
+from .outputs import check_values
 from .row_proof import RowsShown, proof_of, prove_rows, speak_for_batch
 
 _UNLIKE = "the call did not do what calls of other sizes did; the next one is watched closely"

@@ -50,7 +50,7 @@ class CallRun(Generic[T]):
     watch: MemoryWatch | None
     """What watches its memory, unless that was watched in a run alike."""
     open_outputs: Callable[[Any], Any] | None
-    """See Note [objects among outputs] in ``output_objects.py``."""
+    """See Note [objects among outputs] in ``outputs.py``."""
     read: Callable[[Any], T]
     """Gets the opened output while that is at hand."""
     trace: AbstractContextManager[Any] | None = None
