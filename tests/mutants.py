@@ -56,7 +56,14 @@ TABLE: dict[str, list[str]] = {
         "tests/native/test_guard.py",
     ],
     "proof/watch": [*_CAPTURE, "tests/backends"],
-    "runtime": ["tests/runtime", "tests/behaviour", "tests/api", "tests/vocabulary", "tests/native/test_hit.py"],
+    "runtime": [
+        "tests/runtime",
+        "tests/proof/state/test_shared_state.py",
+        "tests/behaviour",
+        "tests/api",
+        "tests/vocabulary",
+        "tests/native/test_hit.py",
+    ],
     "record": ["tests/runtime"],
     "engines/keys": ["tests/engines/test_key_dispatcher.py", "tests/property/test_tables.py", "tests/vocabulary"],
 }

@@ -286,6 +286,7 @@ def test_another_default_device_is_another_call(around: Any) -> None:
     with torch.device("meta"):
         assert step(x)[1].device.type == "meta"
     assert step(x)[1].device.type == "cpu"
+    assert step.last_decision.reason.is_graph is (step.entries[0].default_device is None)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -244,6 +244,7 @@ write("slot that comes")(lambda: Slotted(None), comes_and_goes, lambda o: hasatt
 write("gradient")(lambda: nn.Parameter(torch.ones(3)), lambda o, x: setattr(o, "grad", x[0] * 1))
 write("attribute of a tensor")(lambda: torch.ones(3), lambda o, x: setattr(o, "tag", x[0] * 1))
 write("data of a tensor")(lambda: torch.ones(3), lambda o, _: setattr(o, "data", o.data + 1))
+write("strides of a tensor")(lambda: torch.arange(9.0).view(3, 3), lambda o, _: setattr(o, "data", o.data.T))
 write("requires_grad")(lambda: torch.ones(3), lambda o, _: o.requires_grad_(not o.requires_grad), "requires_grad")
 write("tensor rebound")(lambda: Box(k=torch.zeros(1)), lambda o, _: setattr(o, "k", o.k + 1))
 write("rebound to another slot")(

@@ -82,6 +82,12 @@ def test_replays_are_counted(entry: gd.CUDAGraphEntry) -> None:
     assert entry.last_used > before
 
 
+def test_a_replay_for_the_time_alone_does_not_count(entry: gd.CUDAGraphEntry) -> None:
+    """Its time is noted as that of one."""
+    entry.time_replay(*entry.check({"x": torch.ones(4, 3)}))
+    assert (entry.replay_count, entry.times) == (0, 1)
+
+
 MISFITS: list[tuple[Any, ...]] = [
     ({"x": torch.ones(4, 3), "z": torch.ones(1)}, r"inputs must be named \['x'\], got \['x', 'z'\]"),
     ({"x": 1.0}, "input 'x' must be a tensor .* got 1.0"),

@@ -11,15 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..backends.base import Backend, Graph, Pool, Stopwatch
-from ..backends.tracing import (
-    default_device,
-    dispatch_modes,
-    function_modes,
-    is_transformed,
-    trace,
-    transform,
-    untraced,
-)
+from ..backends.tracing import default_device, dispatch_modes, is_transformed, untraced
 from ..copying import NotCopied
 from ..descriptors import BatchDescriptor, size_text
 from ..errors import GuardError, ReplayError, error_of_signal
@@ -135,9 +127,6 @@ class CUDAGraphEntry(NotCopied):
 
     def fits_modes(self) -> bool:
         """Whether the modes of torch around the running call are such that a replay is what eager would do."""
-        is_plain = trace() is None and transform() is None and not (function_modes() or dispatch_modes())
-        if self.default_device is None and is_plain:
-            return True
         return default_device() == self.default_device and not (dispatch_modes() or is_transformed())
 
     @property
