@@ -1,7 +1,8 @@
-"""Runs a call again after its watched eager run, each time from where that began: warm-ups, recordings, probes and
-replays."""
+"""Runs a call again after its watched eager run, each time from where that began: warm-ups, recordings, probes,
+replays, and a run that is timed."""
 
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from ...modes import CUDAGraphMode
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.flatten import is_tensor
 from ...runtime.protocols import CaptureRequest
+from ...stats import Gain
 from ..watch.effects import EffectRecorder, Region, redo, retry_once, undo
 from ..watch.memory import MemoryWatch, Runner
 from ..watch.trace import CodeTrace
@@ -201,6 +203,25 @@ class CaptureAttempt:
         self.load(rows, padding)
         self.replay(entry)
 
+    def measure_gain(self, entry: CUDAGraphEntry) -> None:
+        """Time an eager run of a full batch, and note it with the time of the replay that was compared: by both the
+        runtime judges which batches a graph serves (``runtime/gain.py``).
+
+        Nothing is timed where nobody judges by it, or if the call writes what is not its own or draws numbers, since it
+        is run once more for its time alone.
+        """
+        request, eager = self.request, self.eager
+        leaves_effects = eager.effects.regions or eager.draws or entry.writes_outside
+        is_plain = entry.mode is CUDAGraphMode.FULL and not leaves_effects
+        if not (request.is_timed and request.backend.is_settled and is_plain):
+            return
+        self.start_over("timing an eager run beside a replay")
+        self.runs_code = True
+        self.load()
+        values, within = request.static_values(), copy_context().run  # nobody could unset a context variable
+        eager_s = seconds_of(request, lambda: within(request.call, values))
+        entry.note_gain(Gain(eager_s * 1e3, self.replay_s * 1e3))
+
     def restore(self) -> None:
         """Leave exactly the eager run's effects, or none if the request does not want them.
 
@@ -232,6 +253,19 @@ class CaptureAttempt:
             if self.eager.draws:
                 self.request.backend.set_rng_state(self.eager.rng_after)
         self.request.inputs.mark_dirty()
+
+
+def seconds_of(request: CaptureRequest, run: Callable[[], object]) -> float:
+    """How long a run takes until the current stream has done its work.
+
+    To wait for the whole device is invalid while any stream is being captured, which another thread may do.
+    """
+    stream = request.backend.current_stream()
+    stream.synchronize()
+    started = request.clock()
+    run()
+    stream.synchronize()
+    return request.clock() - started
 
 
 def ends_capture(backend: Backend, error: Exception) -> bool:

@@ -50,11 +50,10 @@ from ...runtime.windows import WINDOWS, paused_collector
 from ..state.guards import StateGuard
 from ..watch.effects import EffectRecorder, Region
 from ..watch.operator_trace import OperatorTrace
-from .attempt import CaptureAttempt
+from .attempt import CaptureAttempt, seconds_of
 from .compare import check_replay, check_writes, gap_between
 from .eager_run import WatchedTooLittleError, check_may_capture, queries_capture, run_eagerly, runs_compiled
 from .failures import advice, failed_result
-from .gain import measure_gain, seconds_of
 from .lengths import replay_other_padding
 from .licence import ArgumentMetadata, LikeGraph, RowProof, Verification, shown_of
 from .make_entry import grow_guard, make_entry
@@ -229,7 +228,7 @@ def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry:
             is_enough = policy is not None and policy.wanted < 2 and policy.against_padding(request.rows) is None
             if is_enough or _has_agreed_before(request, operators, shown.proof):
                 entry.licence.agreed(entry)
-            measure_gain(attempt, entry)
+            attempt.measure_gain(entry)
         else:
             entry.trust()
     except BaseException:
