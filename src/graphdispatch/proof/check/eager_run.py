@@ -114,7 +114,7 @@ class EagerRun:
         forms, open_outputs = _forms_of(seen), self.open_outputs if self._records else None
         trace = self.trace if self.like is None else None
         watch = self.effects if self._is_watched else None
-        if watch is not None:
+        if watch is not None and self.like is None:  # else its operators are those of the graph
             reveal_operators(self._request.backend.device)
         call = CallRun(self._request, self.values, watch, open_outputs, self._answer, trace, is_eager=True)
         try:

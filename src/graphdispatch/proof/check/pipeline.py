@@ -55,7 +55,7 @@ from .compare import check_replay, check_writes, gap_between
 from .eager_run import WatchedTooLittleError, check_may_capture, queries_capture, run_eagerly, runs_compiled
 from .failures import advice, failed_result
 from .lengths import replay_other_padding
-from .licence import ArgumentMetadata, LikeGraph, RowProof, Verification, shown_of
+from .licence import ArgumentMetadata, LikeGraph, Verification, shown_of
 from .make_entry import grow_guard, make_entry
 from .outputs import check_values
 from .row_proof import RowsShown, proof_of, prove_rows, speak_for_batch
@@ -226,7 +226,7 @@ def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry:
                 _compare_or_refuse(attempt, entry)
             policy = shown_of(entry)
             is_enough = policy is not None and policy.wanted < 2 and policy.against_padding(request.rows) is None
-            if is_enough or _has_agreed_before(request, operators, shown.proof):
+            if is_enough or _has_agreed_before(request, operators):
                 entry.licence.agreed(entry)
             attempt.measure_gain(entry)
         else:
@@ -240,16 +240,11 @@ def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry:
     return entry
 
 
-def _has_agreed_before(request: CaptureRequest, operators: OperatorTrace, proof: RowProof | None) -> bool:
+def _has_agreed_before(request: CaptureRequest, operators: OperatorTrace) -> bool:
     """Whether a graph of the same operators, which compute with the same numbers, has agreed on two batches: a value
-    that was frozen would be among the numbers. Graphs that share a proof have the same operators."""
+    that was frozen would be among the numbers. Nobody sees the operators of compiled code."""
     peers = (shown_of(peer) for peer in request.peers if peer.state is EntryState.VERIFIED)
-    return any(
-        operators.has_numbers_of(shown.operators)
-        and (shown.proof is proof is not None or operators.is_like(shown.operators))
-        for shown in peers
-        if shown is not None
-    )
+    return not operators.has_regions and any(operators.is_like(one.operators) for one in peers if one is not None)
 
 
 def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> tuple[Reason, str] | None:

@@ -12,8 +12,7 @@ Note [names of tensors]
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch._ops import OpOverload
@@ -21,18 +20,10 @@ from torch._ops import OpOverload
 from ...backends.operators import changes_view, is_strided, keeps_elements, per_operator, storage_key, view_key
 from ...runtime.constants import VALUES
 from ...runtime.flatten import is_tensor
-from ..state.objects import is_same_constant
-
-
-class Named(NamedTuple):
-    """An argument that was given by its name."""
-
-    name: str
-    value: Any
-
 
 Operator = tuple[OpOverload, tuple[Any, ...]]
-"""An operator with its arguments, in which names stand for tensors."""
+"""An operator with all its arguments in order: names stand for tensors, and None for a length that may follow the
+batch. Two are equal if they are the same but for such lengths."""
 Shapes = tuple[OpOverload, tuple[tuple[int, ...], ...]]
 """An operator, with the shapes of the tensors that it took, then of those that it gave."""
 
@@ -59,22 +50,10 @@ class OperatorTrace:
     float_types: set[torch.dtype] = field(default_factory=set)
     """The floating-point types in which it added terms up: no later result is more exact than the coarsest."""
 
-    def has_numbers_of(self, other: "OperatorTrace") -> bool:
-        """Whether the other run has the same operators, which compute with the same numbers."""
-        pairs = zip(self.operators, other.operators, strict=False)
-        return len(self.operators) == len(other.operators) and all(
-            a[0] is b[0] and numbers_of(a) == numbers_of(b) for a, b in pairs
-        )
-
     def is_like(self, other: "OperatorTrace") -> bool:
         """Whether the other run is this one for another batch: the same operators on the same tensors, with the
         same arguments but for lengths that may follow the batch, which shapes tell."""
-        if len(self.operators) != len(other.operators):
-            return False
-        return self.outputs == other.outputs and all(
-            a[0] == b[0] and is_same(arguments_of(a), arguments_of(b))
-            for a, b in zip(self.operators, other.operators, strict=True)
-        )
+        return self.outputs == other.outputs and self.operators == other.operators
 
 
 _LENGTHS = frozenset(
@@ -93,7 +72,8 @@ _LENGTHS_OF = {
     "aten::new_empty_strided": frozenset({"size", "stride"}),
     "aten::unfold": frozenset[str](),
 }
-_CONSTANTS = frozenset({int, float, bool, type(None), torch.dtype})
+_CONSTANTS = frozenset({int, type(None), torch.dtype})
+"""The types of constants that stand for themselves."""
 
 
 class TensorNames:
@@ -121,9 +101,15 @@ class TensorNames:
     ) -> Operator:
         """An operator that is about to run. ``keys`` has those of its tensors' storages, by the tensors' ``id``."""
         values = [value if type(value) in _CONSTANTS else self._of(value, keys) for value in args]
+        if type(func) is not OpOverload:  # a kernel that is launched, whose sizes are numbers among others
+            return func, tuple(value for value in values if not _is_length(value))
         if func is _LIFT:
             values = [_numbers(args[0])]
-        values += [Named(name, self._of(value, keys)) for name, value in kwargs.items()]
+        formals, lengths = _formals_of(func)
+        for name, default in formals[len(values) :]:
+            values.append(self._of(kwargs[name], keys) if name in kwargs else default)
+        for place in lengths:
+            values[place] = None if _is_length(values[place]) else values[place]
         return func, tuple(values)
 
     def outputs(self, leaves: Iterable[Any]) -> tuple[Any, ...]:
@@ -161,15 +147,21 @@ class TensorNames:
                 if key not in used:  # new memory may lie where other was before
                     used.add(key)
                     self._names[key] = {}
-                name = (self._count, number) if source is None else source
+                name = (_MADE, self._count, number) if source is None else source
                 self._names.setdefault(key, {})[view_key(tensor)] = name
 
     def _of(self, value: Any, keys: Mapping[int, int]) -> Any:
+        """The name of a tensor; for a constant, what equals that of another one if both are the same."""
         key, kind = keys.get(id(value)), type(value)
         if key is not None:
             return self._name(value, key)
         if kind is list or kind is tuple or kind is torch.Size:
             return tuple([part if type(part) in _CONSTANTS else self._of(part, keys) for part in value])
+        if kind is float or kind is bool or kind is complex:  # True is no 1, and -0.0 no 0.0
+            return kind, repr(value)
+        if kind is torch.ScriptObject:  # torch wraps the same one anew in each call, and it raises when compared
+            of_what = str(value._type())
+            return of_what if of_what.startswith(_OF_PROCESSES) else object()
         return None if is_tensor(value) else value
 
     def _name(self, tensor: torch.Tensor, key: int) -> Any:
@@ -179,12 +171,11 @@ class TensorNames:
 
 
 _OF_PROCESSES = "__torch__.torch.classes.c10d."
-_FIXED = "fixed"
-"""Begins the names of what the run did not make."""
+_FIXED, _MADE = "fixed", "made"
+"""Begin the names of what the run did not make, and of what it made."""
 _CONSTANT = "constant"
 _LIFT = torch.ops.aten.lift_fresh.default
 _MOST_NUMBERS = 64
-_OF_A_NUMBER = 2  # what ``_numbers`` tells of a tensor without dimensions
 
 
 def _numbers(made: torch.Tensor) -> object:
@@ -195,55 +186,14 @@ def _numbers(made: torch.Tensor) -> object:
 
 
 @per_operator
-def _defaults(func: OpOverload) -> tuple[tuple[Any, Any], ...]:
-    """The arguments of an operator by name, with what stands for those that are left out."""
-    return tuple((argument.name, argument.default_value) for argument in func._schema.arguments)
-
-
-@cache
-def _computed_with(func: OpOverload) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The names of an operator's arguments, and of those that take numbers to compute with: no lengths, no places."""
-    arguments = func._schema.arguments
-    lengths = _LENGTHS_OF.get(func._schema.name, _LENGTHS)
-    numbers = (one.name for one in arguments if "int" not in str(one.type).lower() and one.name not in lengths)
-    return tuple(argument.name for argument in arguments), frozenset(numbers)
-
-
-def numbers_of(operator: Operator) -> list[str]:
-    """The numbers that an operator computes with, or makes a tensor of; each as it is written."""
-    func, values = operator
-    names, taken = _computed_with(func)
-    pairs = [value if isinstance(value, Named) else (name, value) for value, name in zip(values, names, strict=False)]
-    lifted = [one for one in values if func is _LIFT and isinstance(one, tuple) and len(one) == _OF_A_NUMBER]
-    return [*(repr(one) for name, one in pairs if name in taken and type(one) in (int, float)), *map(repr, lifted)]
-
-
-def arguments_of(operator: Operator) -> tuple[Any, ...]:
-    """The arguments of an operator, but for lengths that may follow the batch."""
-    func, values = operator
-    if type(func) is not OpOverload:  # a kernel that is launched, whose sizes are numbers among others
-        return tuple(value for value in values if not _is_length(value))
-    given = dict(_defaults(func))
-    names = list(given)
-    for place, value in enumerate(values):
-        name, value = value if isinstance(value, Named) else (names[place] if place < len(names) else place, value)
-        given[name] = value
-    lengths = _LENGTHS_OF.get(func._schema.name, _LENGTHS)
-    return tuple(value for name, value in given.items() if name not in lengths or not _is_length(value))
+def _formals_of(func: OpOverload) -> tuple[tuple[tuple[str, Any], ...], tuple[int, ...]]:
+    """The arguments of an operator by name, with what stands for those that are left out; and the places of those that
+    may be lengths."""
+    arguments, lengths = func._schema.arguments, _LENGTHS_OF.get(func._schema.name, _LENGTHS)
+    names = TensorNames()
+    formals = tuple((one.name, names._of(one.default_value, {})) for one in arguments)
+    return formals, tuple(place for place, one in enumerate(arguments) if one.name in lengths)
 
 
 def _is_length(value: Any) -> bool:
     return value is None or type(value) is int or (type(value) is tuple and all(type(one) is int for one in value))
-
-
-def is_same(a: Any, b: Any) -> bool:
-    """Whether two constants are the same."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, torch.ScriptObject):  # it may raise when compared; c10d wraps the same group anew in each call
-        return bool(a._type() == b._type()) and str(a._type()).startswith(_OF_PROCESSES)
-    return is_same_constant(a, b) if type(a) in (float, complex) else bool(a == b)
