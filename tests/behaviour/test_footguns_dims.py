@@ -101,6 +101,40 @@ def test_sequence_mixed_at_some_lengths(fn: Callable[[torch.Tensor], torch.Tenso
     assert reason(step, torch.randn(4, 7, 3)) is Reason.ROWS_MIX
 
 
+def _masked_blocks(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask[..., None] != 0, _blocks(x), 0.0)
+
+
+def _counts_hidden(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    hidden = (mask == 0).sum(1, keepdim=True).clamp(min=6)  # of five elements with padding at most seven
+    return (x * mask[..., None]).sum(1) + hidden
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    ("fn", "early", "late"),
+    [(_masked_blocks, [0, 0, 0, 1], [1, 1, 1, 1, 1]), (_counts_hidden, [1, 0, 1, 1, 1], [1, 0, 0, 0, 0])],
+    ids=["shows", "hides"],
+)
+def test_sequence_mixed_where_masks_differ(
+    fn: Callable[..., torch.Tensor], early: list[int], late: list[int], kind: torch.dtype
+) -> None:
+    """What early masks hide may meet padding, and so may the places that a later one hides."""
+    step = make(fn, dynamic={"x": DIMS, "mask": {0: "batch", 1: "seq"}}, sizes=[4])
+    full = (early * 2)[:8]
+    for mask in (full, full, early, early, early, late):
+        masks = torch.tensor(mask).to(kind).expand(4, -1).clone()
+        check_calls(step, (torch.randn(4, len(mask), 3), masks), **NEAR)
+    assert step.last_decision.reason is Reason.ROWS_MIX
+
+
+def test_sequence_of_ids_mixed_at_some_lengths() -> None:
+    """Ids that name places are replaced by others of the batch."""
+    step = make(lambda ids: _blocks(TABLE[ids]), dynamic={"ids": DIMS}, sizes=[4])
+    check_calls(step, *(torch.randint(0, 5, (4, length)) for length in (8, 4, 8, 4, 7, 2, 5)), **NEAR)
+    assert reason(step, torch.ones(4, 7, dtype=torch.long)) is Reason.ROWS_MIX
+
+
 def _each(value: bool | float) -> torch.Tensor:
     return torch.full((4,), value)
 
@@ -150,6 +184,8 @@ def test_sequence_mixed_in_graphs_longer_elsewhere() -> None:
 
 GATES: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor]] = {
     "flag": (lambda x, g: torch.where(g, x.mean(1), x[:, 0]), torch.tensor(False), torch.tensor(True)),
+    "flag of a count": (lambda x, g: x[:, 0] + g * (x == x).sum(1), torch.tensor(False), torch.tensor(True)),
+    "weight of a count": (lambda x, g: x[:, 0] + g * (x == x).sum(1), torch.tensor(0.0), torch.tensor(1.0)),
     "flags": (lambda x, g: torch.where(g[:, None], x.mean(1), x[:, 0]), _each(False), _each(True)),
     "flags that are set": (lambda x, g: torch.where(g[:, None], x[:, 0], x[:, -1]), _each(True), _each(False)),
     "weight": (lambda x, g: x[:, 0] + g * x.mean(1), torch.tensor(0.0), torch.tensor(1.0)),
@@ -212,13 +248,15 @@ def test_sequence_behind_a_mask_of_numbers() -> None:
     assert reason(step, torch.randn(4, 5, 3), torch.ones(4, 5)) is Reason.PADDED
 
 
-def test_sequence_that_begins_as_padding() -> None:
-    """The first element of each sequence may be what padding is: an example is looked at as a whole."""
-    ids = torch.arange(32).view(4, 8) % 5
-    ids[:, :2] = 0
-    step = make(lambda ids: TABLE[ids].mean(1), dynamic={"ids": DIMS}, sizes=[4])
-    step.prewarm(ids)
-    assert reason(step, ids[:, 1:6].clone()) is Reason.ROWS_MIX
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sequence_that_begins_as_padding(sign: int) -> None:
+    """The first element of each sequence may be what padding is, and the last: an example is looked at as a whole."""
+    ids, x = torch.arange(32).view(4, 8) % 5 * sign, torch.zeros(4, 8)
+    ids[:, :2] = ids[:, -1] = 0
+    x[:, 0], x[:, 1] = 1, -1
+    step = make(lambda x, ids: TABLE[ids].mean(1) + x[:, :1], dynamic={"x": DIMS, "ids": DIMS}, sizes=[4])
+    step.prewarm(x, ids)
+    assert reason(step, x[:, 1:6].clone(), ids[:, 1:6].clone()) is Reason.ROWS_MIX
 
 
 @FIRST

@@ -7,7 +7,6 @@ from .. import mutants
 MORE_LIVE = {
     "proof/check/attempt": 9,
     "proof/check/failures": 7,
-    "proof/check/lengths": 11,
     "proof/check/run": 6,
     "proof/watch/effects": 8,
 }

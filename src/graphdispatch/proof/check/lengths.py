@@ -24,7 +24,8 @@ Note [what a length hides]
     Elements that meet in blocks, or as far ahead as a window reaches, meet padding at some lengths alone. So padding
     is replaced behind the shortest length that would be padded, the longest, and one between, too; and again for a
     graph of a longer one. Another length may decide which elements meet padding, as in causal attention to another
-    sequence. So it is replaced before the longest along the other axes, too.
+    sequence. So it is replaced before the longest along the other axes, too. The masks of a batch may hide the elements
+    that meet padding. So it is replaced behind elements that masks show, too.
 """
 
 import math
@@ -34,11 +35,10 @@ import numpy as np
 import torch
 
 from ...backends.operators import bits_equal, storage_key, tensors_in
-from ...errors import CaptureError
 from ...reasons import Reason
 from ...runtime.entry import CUDAGraphEntry
-from ...runtime.outputs import first_rows
 from ...runtime.protocols import CaptureRequest
+from ...runtime.signature import InputSpec
 from ...runtime.static_inputs import holds_flags
 from ...sizes import Axis, extents_text, lengths_of, pack
 from ..watch.operator_trace import OperatorTrace
@@ -120,8 +120,6 @@ class PaddingReplays:
                 except Exception as error:
                     if ends_capture(self._request.backend, error):
                         raise
-                    if isinstance(error, CaptureError) and error.reason is Reason.PADDING_WRITES_STATE:
-                        return str(error)
                     return f"{what}{name} the call raises {type(error).__name__}: {error}"
                 read = self._read(rows)
                 if base is None:
@@ -132,20 +130,24 @@ class PaddingReplays:
 
     def _batches(self, kept: Collection[int]) -> Iterator[tuple[str, int, Sequence[torch.Tensor]]]:
         """What batches are called, their numbers and elements: see Note [what a length hides]."""
-        yield "", self._rows, self._arguments
         if kept:
             yield " behind a single real element", self._rows, self._with_single(kept)
-        for rows in self._others:
-            real = [self._shown(i, value, kept) for i, value in enumerate(batch_of(self._request, rows))]
-            yield f" of {extents_text(self._request.inputs.axes, rows)}", rows, real
+        for rows in (self._rows, *self._others):
+            name = f" of {extents_text(self._request.inputs.axes, rows)}" if rows != self._rows else ""
+            given = batch_of(self._request, rows)
+            shown = list(map(self._shown, range(len(given)), given))
+            yield name, rows, given
+            if not all(map(bits_equal, given, shown)):
+                yield name, rows, shown
 
-    def _shown(self, index: int, value: torch.Tensor, kept: Collection[int]) -> torch.Tensor:
-        """An argument with another of its numbers wherever it holds that of padding, so that it hides no element."""
+    def _shown(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """An argument that hides no element: of a mask ones, of one with a given pad value other numbers than that."""
         spec = self._specs[index]
-        fills = [0.0] if index in kept else [pad.fill for pad in spec.pads if spec.is_pad_given]
-        for fill in fills:
-            if fill is not None and (others := value[value != fill]).numel():
-                value = value.masked_fill(value == fill, others[0])
+        if not spec.is_pad_given:
+            return torch.ones_like(value) if _is_mask(self._arguments[index]) else value
+        for pad in spec.pads:
+            if pad.fill is not None and (others := value[value != pad.fill]).numel():
+                value = value.masked_fill(value == pad.fill, others[0])
         return value
 
     def _differs_from_eager(self, kept: Collection[int]) -> str:
@@ -187,7 +189,7 @@ class PaddingReplays:
                     if is_gate and is_limited:
                         continue
                     is_shut = is_gate or not (is_limited or spec.is_pad_given or bool(real[i].any()))
-                    real[i] = real[i].abs().masked_fill((real[i] == 0) & is_shut, 1) * sign
+                    real[i] = (real[i].abs() * sign).masked_fill((real[i] == 0) & is_shut, sign)
                 elif spec.spans:
                     real[i] = uniform(place, spec, real[i], self._rows)
             yield name, real
@@ -226,18 +228,19 @@ class PaddingReplays:
 
     def _paddings(self, kept: Collection[int]) -> Iterator[tuple[str, Rows]]:
         """Two kinds of padding: see Note [what padding may hold]."""
-        axes, limited, options = self._request.inputs.axes, self._operators.limits_values, self._request.options
+        axes = self._request.inputs.axes
         last = {axis: extent - 1 for axis, extent in zip(axes, lengths_of(axes, self._rows), strict=True)}
         for sign, place, name in ((1, {}, "large numbers"), (-1, last, "small numbers")):
-            rows: list[torch.Tensor | None] = []
-            for index, (spec, value) in enumerate(zip(self._specs, self._arguments, strict=True)):
-                if index in kept or not may_replace(self._specs, index, self._operators, options.padding_writes):
-                    rows.append(None)
-                elif takes_any_value(spec, self._operators):
-                    rows.append((edge if limited else far)(sign, spec, value, self._request.size))
-                else:
-                    rows.append(uniform(place, spec, value, self._request.size))
-            yield name, rows
+            specs = enumerate(self._specs)
+            yield name, [None if i in kept else self._other_padding(i, spec, sign, place) for i, spec in specs]
+
+    def _other_padding(self, index: int, spec: InputSpec, sign: int, place: dict[Axis, int]) -> torch.Tensor | None:
+        operators, value, size = self._operators, self._arguments[index], self._request.size
+        if not may_replace(self._specs, index, operators, self._request.options.padding_writes):
+            return None
+        if takes_any_value(spec, operators):
+            return (edge if operators.limits_values else far)(sign, spec, value, size)
+        return uniform(place, spec, value, size)
 
     def _gap(self, base: Sequence[tuple[str, torch.Tensor]], got: Sequence[tuple[str, torch.Tensor]]) -> str:
         for (name, a), (_, b) in zip(base, got, strict=True):
@@ -251,12 +254,7 @@ class PaddingReplays:
         """Copies of the real elements of what the latest replay gave, and of the state that padding must leave
         alone."""
         request, entry, eager = self._request, self._entry, self._attempt.eager
-        values = []
-        for index, (output, dims) in enumerate(zip(entry.outputs.peek(rows), entry.outputs.rule.follows, strict=True)):
-            known = first_rows(eager.outputs[index], dims, rows) if rows == self._rows else None
-            unwritten = eager.effects.unwritten(known) if known is not None else None
-            real = output.clone() if unwritten is None else output.masked_fill(unwritten, 0)
-            values.append((f"output {index}", real))
+        values = [(f"output {index}", output.clone()) for index, output in enumerate(entry.outputs.peek(rows))]
         for index in entry.mutated:
             name = f"argument {request.inputs.specs[index].name!r}, which the call writes,"
             values.append((name, request.inputs.real(index, rows, request.size).clone()))

@@ -64,10 +64,11 @@ def far(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Ten
         return torch.full(shape, sign > 0, device=value.device)
     magnitude = (value if value.is_complex() else value.to(torch.float64)).detach().abs()
     largest = magnitude.where(magnitude.isfinite(), 0.0).amax() if value.numel() else 0.0
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator()  # of its own, so that it draws the same numbers each time
     drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")  # whatever the default device is
     numbers = (drawn + 1).to(value.device) * (sign * (4 * largest + 4))
-    return _as_finite(numbers, value.dtype) * (1 + 1j if value.is_complex() else 1)
+    finite = _as_finite(numbers, value.dtype)
+    return torch.complex(finite.real, finite.real) if value.is_complex() else finite
 
 
 def edge(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
