@@ -237,14 +237,9 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 def first_rows(tensor: torch.Tensor, dims: tuple[tuple[int, int, Axis], ...], rows: int) -> torch.Tensor:
     """An output cut to its first rows; ``dims`` are the dimensions that follow the batch, as in ``OutputRule``."""
-    for dim, extent in extents_of(dims, rows).items():
-        tensor = tensor.narrow(dim, 0, extent)
+    for dim, factor, axis in dims:
+        tensor = tensor.narrow(dim, 0, factor * axis.of(rows))
     return tensor
-
-
-def extents_of(dims: tuple[tuple[int, int, Axis], ...], rows: int) -> dict[int, int]:
-    """The extent of each of these dimensions for ``rows`` rows."""
-    return {dim: factor * axis.of(rows) for dim, factor, axis in dims}
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from ...reasons import Reason
 from ...runtime.attributes import attribute_table
 from ...runtime.constants import VALUES
 from ...runtime.flatten import describe, is_tensor
-from ...runtime.outputs import Objects, OutputRule, extents_of
+from ...runtime.outputs import Objects, OutputRule
 from ...sizes import Axis, extents_text
 from ..rows.batches import SizeNumber
 from ..state.objects import slots_of
@@ -44,7 +44,8 @@ def check_rule(rule: OutputRule, axes: Sequence[Axis], tree: Any, rows: int, wid
         )
     for index, (dims, real, full) in enumerate(zip(rule.follows, own, theirs, strict=False)):
         for tensor, number in ((real, rows), (full, size)):
-            expected = {**dict(enumerate(full.shape)), **extents_of(dims, number)}
+            followed = {dim: factor * axis.of(number) for dim, factor, axis in dims}
+            expected = {**dict(enumerate(full.shape)), **followed}
             if tuple(tensor.shape) != tuple(expected.values()):
                 at, to = extents_text(axes, rows), extents_text(axes, size)
                 raise CaptureError(
