@@ -265,11 +265,6 @@ class CUDAGraphOptions(_Settings):
         """Whether the outputs of all graphs of a pool may lie in the same memory."""
         return self.outputs not in ("view", "static") if self.weak_ref_output is None else self.weak_ref_output
 
-    @property
-    def returns_handles(self) -> bool:
-        """Whether a call returns an ``OutputView``, whose ``get()`` gives the outputs or says that they are gone."""
-        return self.outputs == "view"
-
 
 class CUDAGraphConfig(_Settings):
     """Which batches are served by graphs, and in which mode. Frozen, hashable, given by keyword.

@@ -55,7 +55,8 @@ class GraphSet:
         self.capturer = capturer
         self.options = options
         self.max_groups = options.max_signatures or max_groups
-        self.returns_handles = options.returns_handles
+        self.returns_handles = options.outputs == "view"
+        """Whether a call returns an ``OutputView``."""
         self.cache = cache
         self.stats = cache.stats
         self.groups: dict[Hashable, GraphGroup] = {}
