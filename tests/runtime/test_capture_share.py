@@ -310,7 +310,7 @@ def test_a_prewarm_uses_up_nothing() -> None:
 
     def work(seconds: float, entry: Any) -> Any:
         service.now += seconds
-        return SimpleNamespace(entry=entry)
+        return SimpleNamespace(entry=entry, reason=Reason.CAPTURE_UNSAFE)
 
     service.budget.learn(lambda: work(1.0, None))
     assert service.has_time(Work.FIRST)
@@ -319,6 +319,29 @@ def test_a_prewarm_uses_up_nothing() -> None:
     assert service.has_time(Work.FIRST)
     service.budget.learn(lambda: work(0.05, object()))
     assert not service.has_time(Work.FIRST)
+
+
+def test_what_a_first_run_kept_a_prewarm_from_does_not_wait() -> None:
+    """As many captures are made at once as it could not make, until one fails once more."""
+    service = Service()
+    service.call(1)
+    refused = SimpleNamespace(entry=None, reason=Reason.STATE_REBOUND)
+    for _ in range(3):
+        service.budget.learn(lambda: refused)
+    assert service.has_time(Work.FIRST, is_doubtful=True)
+    service.capture(1.0)
+    assert service.has_time(Work.FURTHER)
+    service.capture(1.0, is_good=False)
+    assert not service.has_time(Work.FURTHER)
+    service.budget.learn(lambda: refused)
+    assert service.has_time(Work.FURTHER)
+
+    def slow() -> Any:
+        service.now += 10.0
+        return SimpleNamespace(entry=object())
+
+    service.budget.learn(slow)
+    assert not service.has_time(Work.FURTHER)
 
 
 def test_a_batch_takes_what_the_ones_beside_it_take() -> None:

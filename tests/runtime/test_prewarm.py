@@ -323,3 +323,32 @@ def test_an_example_that_leaves_gaps() -> None:
         step.prewarm(torch.randn(4, 6)[:, :3])
         check_calls(step, *(torch.randn(rows, 6)[:, :3] for rows in (4, 3, 4)))
         assert bool(step.stats.hits) is is_served
+
+
+class Backend:
+    """A base class, as of a library that looks for its backends in its first call."""
+
+
+class Doubles(Backend):
+    """The only one."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Twice as much."""
+        return x * 2
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_what_a_first_call_keeps_a_prewarm_from_is_made_up_for(looks: bool) -> None:
+    """Behind that call, each size is captured as soon as it comes again, however short the calls are."""
+    backends: list[Backend] = []
+
+    def first_sets_up(x: torch.Tensor) -> torch.Tensor:
+        if not backends:
+            backends.extend(kind() for kind in (Backend.__subclasses__() if looks else [Doubles]))
+        return backends[0].run(x)  # type: ignore[attr-defined, no-any-return]
+
+    step = graphed(first_sets_up, dynamic={"x": 0}, sizes=(1, 2, 4))
+    report = step.prewarm(torch.ones(4, 3))
+    assert set(report.reasons.values()) == {Reason.STATE_UNSEEN if looks else Reason.STATE_REBOUND}
+    check_rows(step, *[4, 2] * 4, 3)
+    assert check_rows(step, 4, 2, 3) == [Reason.EXACT, Reason.EXACT, Reason.PADDED]

@@ -30,6 +30,8 @@ _COMPARISON_CALLS = 5
 _COMPARED_AT_ONCE = 2
 """So many comparisons after a capture wait for nothing: they belong to it, and without them it serves nobody."""
 _FIRST_WAIT, _LONGER = 16, 4
+_OF_FIRST_RUNS = (Reason.STATE_REBOUND, Reason.STATE_UNSEEN)
+"""Why no graph is made of a call whose first run alone sets the callable up: a library loads, hooks are registered."""
 
 
 class Admission:
@@ -112,10 +114,11 @@ class Quarantine(dict[int, Failure]):
     def fail(self, size: int, now: int, reason: Reason, detail: str, *, is_final: bool = False) -> None:
         """Note that ``size`` failed again at ``now``; if that ``is_final`` it is not tried again.
 
-        A callable that rebinds its own state may do so in its first call alone, so it is tried again at once. After
-        that it is tried ever more rarely but never given up, since no guard tells when it no longer rebinds.
+        A callable that rebinds its own state may do so in its first call alone, so it is tried again at once, and so is
+        one whose prewarm met state that no run may change. After that it is tried ever more rarely but never given up,
+        since no guard tells when it no longer rebinds.
         """
-        is_passing = reason is Reason.STATE_REBOUND
+        is_passing = reason is Reason.STATE_REBOUND or (reason is Reason.STATE_UNSEEN and not now)
         times = self[size].times + 1 if size in self else 1
         waits = times - is_passing
         is_last = is_final or (times >= self._max_failures and not is_passing)
@@ -150,7 +153,8 @@ class CaptureBudget:
     expected to take as long as the latest one of its kind. The first comparisons of a graph belong to its capture.
 
     Captures that fail have an account of their own, of a quarter of the share: they use up nothing that others need.
-    Where all have failed so far, the next one waits for time in both accounts, since it may succeed.
+    Where all have failed so far, the next one waits for time in both accounts, since it may succeed. Those that a
+    prewarm could not make since the first run of a callable sets it up do not wait, until one fails once more.
 
     Used with the server's lock held, but for ``note_eager``, which may lose a call of another thread.
 
@@ -182,6 +186,8 @@ class CaptureBudget:
         """How long the latest failed capture took."""
         self._at_once = 0
         """So many more comparisons belong to the latest capture."""
+        self._owed = 0
+        """So many more captures need not wait: those of a prewarm that the first run of the callable prevented."""
 
     def calls_until_time(self, work: Work = Work.FIRST, calls: int = 0, *, is_doubtful: bool = False) -> float:
         """After about how many more calls like this one there is time for it, as far as all run eagerly. There is now
@@ -193,7 +199,7 @@ class CaptureBudget:
             is_doubtful: Whether captures of such calls have only failed so far. The next one may fail, too, or not.
         """
         is_comparison = work is Work.COMPARISON
-        if self.share is None or (is_comparison and self._at_once > 0):
+        if self.share is None or (self._at_once if is_comparison else self._owed) > 0:
             return 0
         expected_s, share_s, each_s = self._expected_s(work), self.share * self._served_s, self.share * self._later_s
         lacking = 0.0 if is_comparison or self._is_short(work) else _quotient(expected_s, self._saving_s) - calls
@@ -234,6 +240,8 @@ class CaptureBudget:
             return result
         finally:
             taken_s = max(self.clock() - started - self._usual_s, 0.0)
+            if is_capture:
+                self._owed = max(self._owed - 1, 0) if is_good else 0
             if is_good:
                 self._spent_s += taken_s if self._took_s else 0.0
                 self._took_s[work] = taken_s
@@ -248,8 +256,10 @@ class CaptureBudget:
         result = capture()
         if result.entry is not None:
             self._took_s[work] = self.clock() - started
+            self._owed = 0
         else:
             self._failure_s = self.clock() - started
+            self._owed += result.reason in _OF_FIRST_RUNS
         return result
 
     def begin_eager(self) -> float | None:
