@@ -3,6 +3,7 @@ and whether graphs serve at all; and what to do about that."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.engines import CUDAGraphWrapper, Health
 from graphdispatch.errors import FallbackError
 
+from ..helpers import check_rows
 from .test_capture_share import settled
 
 X = torch.randn(3, 8)
@@ -102,6 +104,21 @@ def test_graphs_that_another_dtype_ended_are_gone_for_other_calls_too() -> None:
     step = prewarmed(X)
     step.unwrap().double()
     assert "its graphs are gone, since the callable changed (" in step.explain(X.double())
+
+
+def test_a_cache_that_each_run_empties_is_named() -> None:
+    """Its key is a tensor that the call makes, so that no other call finds it."""
+
+    @lru_cache(maxsize=1)
+    def wave(mask: torch.Tensor) -> torch.Tensor:
+        return mask.cumsum(1).sin()
+
+    step = graphed(lambda x: x + wave(torch.ones_like(x)), dynamic={"x": 0}, sizes=(2, 4))
+    report = step.prewarm(torch.randn(4, 3))
+    assert set(report.reasons.values()) == {Reason.STATE_REBOUND}
+    assert all("a functools.lru_cache lost what it held" in why for why in report.left_out.values())
+    check_rows(step, 4, 4)
+    assert "a functools.lru_cache lost what it held" in step.explain(torch.randn(4, 3))
 
 
 def test_another_module_in_the_place_of_one_is_named() -> None:

@@ -150,7 +150,7 @@ def prewarm(
             axes = group.inputs.axes
             group.example = resized(group.inputs, leaves, pack(axes, [2, *lengths_of(axes, rows)[1:]]))
         lacking = [size for size in wanted if group.current(size) is None]
-        left_out = dict.fromkeys(lacking, (Reason.CACHE_FULL.text, Reason.CACHE_FULL)) | run.left_out
+        left_out = dict.fromkeys(lacking, _why_lost(graphs, group, lacking)) | run.left_out
         if lacking == wanted:
             _say_why_none(server, left_out.values())
         present = filter(None, map(group.current, wanted))
@@ -162,6 +162,13 @@ def prewarm(
             {(mode, size): reason for size, (_, reason) in left_out.items() if reason is not None},
             next((detail or reason.text for reason, detail in group.against_padding(present)), ""),
         )
+
+
+def _why_lost(graphs: GraphSet, group: GraphGroup, sizes: Iterable[int]) -> tuple[str, Reason]:
+    """Why graphs of these sizes, which were captured, serve no call."""
+    if any(map(group.has_only_other_states, sizes)):
+        return f"each run leaves another state of the callable ({graphs.latest_change})", Reason.STATE_REBOUND
+    return Reason.CACHE_FULL.text, Reason.CACHE_FULL
 
 
 def _say_why_none(server: Server, left_out: Iterable[tuple[str, Reason | None]]) -> None:

@@ -157,6 +157,7 @@ ROWS: dict[str, Any] = {
     "quantile of each row": lambda x: x.clamp(max=torch.quantile(x.abs(), 0.9, dim=1, keepdim=True)),
     "variance": lambda x: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5),
     "spectrum": lambda x: torch.fft.rfft(x, dim=-1).abs(),
+    "spectra of windows": lambda x: torch.stft(x.repeat(1, 8), 8, 4, window=torch.ones(8), return_complex=True).abs(),
     "where": lambda x: torch.where(x > 0, x, torch.zeros(1)),
     "minimum of a constant": lambda x: torch.minimum(x, V),
     "guidance by slices": lambda x: (lambda y: y[: len(x)] - 2 * y[len(x) :])(torch.cat([x, x * 2]) @ W),

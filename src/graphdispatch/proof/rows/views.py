@@ -1,10 +1,11 @@
 """Rules of operators that look at the same elements in another shape."""
 
 import numpy as np
+from torch import Tensor
 
 from .batches import Array, Num, is_equal
 from .calls import Call, Rule, view_of
-from .labels import Atom, Dim, Label, UnknownError, flat, has_rows, is_dynamic, merged, own_size, plain_dim
+from .labels import Atom, Dim, Label, UnknownError, flat, has_rows, is_dynamic, merged, own_size, plain_dim, plain_dims
 from .rule_text import TextRule
 
 
@@ -202,11 +203,26 @@ def retyped(c: Call) -> list[Label]:
 
 
 def as_strided(c: Call) -> list[Label]:
-    """Any view of memory; only the same one is known, where strides of dimensions of one element say nothing."""
+    """Any view of memory; only the same one is known, where strides of dimensions of one element say nothing, and
+    windows along a last dimension that follows no batch, as ``torch.stft`` makes them."""
     before = c.before if c.writes else view_of(c.first)  # in place the argument is as it is afterwards
     if before == view_of(c.outs[0]):
         return [c.label(c.first)]
+    if (
+        not c.writes
+        and _are_windows(c.outs[0], c.first)
+        and not is_dynamic((label := c.certain_label(c.first)).dims[-1])
+    ):
+        return [Label((*label.dims[:-1], *plain_dims(c.outs[0].shape[-2:])))]
     raise UnknownError("strides")
+
+
+def _are_windows(out: Tensor, tensor: Tensor) -> bool:
+    """Whether ``out`` is what ``unfold`` gives along the last dimension of ``tensor``."""
+    if not 0 < tensor.dim() == out.dim() - 1 or not 0 < out.shape[-1] <= tensor.shape[-1]:
+        return False
+    step = out.stride(-2) // max(tensor.stride(-1), 1)
+    return step > 0 and view_of(tensor.unfold(-1, out.shape[-1], step)) == view_of(out)
 
 
 def unfold(c: Call) -> list[Label]:

@@ -29,6 +29,7 @@ from ...runtime.protocols import Guard
 from . import objects
 from .objects import ABSENT, equal_content, same_objects
 from .reads import CodeNotes, Reader, StateReads, has_memory
+from .tolerant import Results
 
 _SETTINGS: tuple[Callable[[], Any], ...] = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
 """Settings of the process that operators read when they are called, and that a graph freezes."""
@@ -281,6 +282,8 @@ class StateGuard:
                     return f"{name}: another tensor in its place; copy_() into the old one keeps its graphs"
                 was, is_now = _shown(held), _shown(now)
                 return f"{name}: another object in its place ({was})" if was == is_now else f"{name}: {was} -> {is_now}"
+        if not all(call() for call in self._calls if isinstance(call, Results)):
+            return "a functools.lru_cache lost what it held: raise its maxsize, or call it with no new tensors"
         return "a weight, a module, or an entry of a container"
 
     @property
