@@ -52,8 +52,11 @@ class OperatorTrace:
 
     def is_like(self, other: "OperatorTrace") -> bool:
         """Whether the other run is this one for another batch: the same operators on the same tensors, with the
-        same arguments but for lengths that may follow the batch, which shapes tell."""
-        return self.outputs == other.outputs and self.operators == other.operators
+        same arguments but for lengths that may follow the batch, which shapes tell. Then both have one list of them."""
+        is_like = self.outputs == other.outputs and self.operators == other.operators
+        if is_like:
+            other.operators = self.operators
+        return is_like
 
 
 _LENGTHS = frozenset(
