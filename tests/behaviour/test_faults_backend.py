@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphdispatch import Reason, graphed
+from graphdispatch import CUDAGraphOptions, Reason, graphed
+from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.engines import CUDAGraphManager
-from graphdispatch.errors import FallbackError
+from graphdispatch.errors import DeviceLostError, FallbackError
 from graphdispatch.runtime.outputs import Outputs
 
 from ..helpers import AT_ONCE, check_rows, collector_off, make
@@ -104,6 +105,29 @@ def test_prewarm_goes_on_after_a_size_that_fails(faults: Faults) -> None:
         step.prewarm(torch.randn(3, 3))
     assert [entry.size for entry in step.entries] == [3]
     assert check_rows(step, 5) == [Reason.CAPTURE_FAILED]
+
+
+def test_a_recording_that_nobody_watches_may_fail(faults: Faults) -> None:
+    """As that of a further size after a warm-up of its own: the reason is the error's."""
+    step = make(sizes=(3, 5), options=CUDAGraphOptions(warmup_iterations=2))
+    faults.set("end", 2)
+    step.prewarm(torch.randn(3, 3))
+    assert check_rows(step, 5, 3) == [Reason.EXACT, Reason.CAPTURE_FAILED]
+    assert step.last_decision.detail.startswith("ArithmeticError: ")
+
+
+class LostError(Exception):
+    """Says that the device is gone."""
+
+
+@pytest.mark.parametrize("point", ["begin", "end", "replay"])
+def test_a_device_that_is_lost_is_an_error(faults: Faults, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be served any more, not even by eager."""
+    monkeypatch.setattr(CPUBackend, "is_lost", lambda _, error: isinstance(error, LostError))
+    step = make(sizes=(3,))
+    faults.set(point, 1, error=LostError)
+    with pytest.raises(DeviceLostError, match="restart the process"):
+        step(torch.randn(3, 3))
 
 
 def test_a_failed_call_holds_no_batch(faults: Faults) -> None:

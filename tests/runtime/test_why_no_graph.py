@@ -14,7 +14,7 @@ from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.engines import CUDAGraphWrapper, Health
 from graphdispatch.errors import FallbackError
 
-from ..helpers import check_rows
+from ..helpers import Spy, check_rows
 from .test_capture_share import settled
 
 X = torch.randn(3, 8)
@@ -310,6 +310,66 @@ def test_what_no_graph_can_hold_is_said_with_its_line() -> None:
     assert detail in str(step.health())
     assert "test_why_no_graph.py" in detail
     assert ".item()" in detail
+    assert "CaptureError" not in detail
+
+
+RUNS, COUNTED = Spy(), list[int]()
+
+
+def _fails_again(x: Tensor) -> Tensor:
+    RUNS.append(1)  # which nobody compares
+    if len(RUNS) > 1:
+        raise ValueError("no more")
+    return x * 2
+
+
+def _differs(x: Tensor) -> Tensor:
+    RUNS.append(1)
+    return x * len(RUNS)
+
+
+def _rebinds(x: Tensor, y: Tensor) -> Tensor:
+    COUNTED.append(len(COUNTED))
+    return x + y
+
+
+PADDING, LACKS, DIFFERS = "; if that is for padding rows", "; dynamic= may lack 'y': 0", "; call eval(), give a mask"
+LENGTHS, Y = torch.tensor([1, 2, 1]), torch.ones(3, 8)
+ADVICE: dict[str, tuple[Callable[..., Any], dict[str, Tensor], list[str], int, str, str]] = {
+    "padding": (lambda x, n: x.gather(1, (n - 1)[:, None]), {"n": LENGTHS}, ["x", "n"], 4, "index -1", PADDING),
+    "no batch": (lambda x, y: x + y, {"y": Y}, ["x"], 4, "The size of tensor", LACKS),
+    "a full batch": (_fails_again, {}, ["x"], 3, "no more (while capturing 3 rows)", ""),
+    "rows": (lambda x: (x * 2).repeat(2, 1)[: len(x) + 1], {}, ["x"], 4, "output 0 has shape", ""),
+    "rebound": (_rebinds, {"y": Y}, ["x"], 4, "COUNTED", ""),
+    "a full batch differs": (_differs, {}, ["x"], 3, "output 0", ""),
+}
+"""Callables and further arguments, those with rows, the size; and words of the reason, and its remedy if it has one."""
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_a_reason_has_its_own_remedy(name: str) -> None:
+    """And no other's."""
+    fn, further, with_rows, size, said, remedy = ADVICE[name]
+    RUNS.clear()
+    step = graphed(fn, dynamic=dict.fromkeys(with_rows, 0), sizes=(size,), options=CUDAGraphOptions(capture_after=1))
+    step(x=X, **further)
+    detail = step.last_decision.detail
+    assert said in detail
+    assert [one for one in (PADDING, LACKS, DIFFERS) if one in detail] == [remedy] * bool(remedy), detail
+
+
+@pytest.mark.parametrize(("kind", "remedy"), [(torch.optim.Adam, "Adam(fused=True)"), (torch.optim.NAdam, "")])
+def test_an_optimizer_is_made_as_its_class_allows(kind: Any, remedy: str) -> None:
+    """One that has no such option is not said to have it."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = kind([weight])
+    optimizer.step()
+    step = graphed(lambda x: (optimizer.step(), x * 2)[1], dynamic={"x": 0}, options=CUDAGraphOptions(capture_after=1))
+    step(X)
+    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE, step.last_decision
+    assert ("make the optimizer as" in step.last_decision.detail) is bool(remedy)
+    assert remedy in step.last_decision.detail
 
 
 def test_an_array_is_named_beside_the_models_own_error() -> None:

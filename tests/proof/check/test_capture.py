@@ -4,17 +4,19 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from graphdispatch import CUDAGraphOptions, Reason, graphed
+from graphdispatch import CUDAGraphOptions, Reason, eager_break, graphed
+from graphdispatch.backends.cpu.backend import CPUGraph
 from graphdispatch.proof.watch.effects import EffectRecorder
 
 from ...behaviour.cases import Box
-from ...helpers import Spy, assert_same, catching, check_calls, make
+from ...helpers import Spy, assert_same, batch, catching, check_calls, make
 
 CACHE = torch.zeros(8, 3)
 
@@ -185,6 +187,54 @@ def test_a_call_that_no_graph_holds_runs_once(read: Callable[[torch.Tensor], Any
     assert len(runs) == 1
     assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
     assert "test_capture.py" in step.last_decision.detail
+
+
+def test_a_context_variable_is_set_by_the_calls_own_run_alone() -> None:
+    """No run of a prewarm sets it, for nobody could unset it."""
+    count: ContextVar[int] = ContextVar("count")
+    step = make(lambda x: (count.set(count.get(0) + 1), x * 2)[1])
+    step.prewarm(batch(4))
+    assert count.get(0) == 0
+    step(batch(4))
+    assert count.get() == 1
+
+
+RUNS, COUNTED = Spy(), Box(count=0)
+
+
+def _counts_in_a_recording(x: torch.Tensor) -> torch.Tensor:
+    RUNS.append(1)
+    COUNTED.count += len(RUNS) == 2
+    return x * 2
+
+
+def _raises_behind_a_break(x: torch.Tensor) -> torch.Tensor:
+    RUNS.append(1)
+    y = eager_break(torch.sin)(x * 2)
+    if len(RUNS) == 3:
+        raise ValueError
+    return y * 2
+
+
+GIVEN_UP: dict[str, tuple[Callable[..., torch.Tensor], str, Reason]] = {
+    "state": (_counts_in_a_recording, "FULL", Reason.STATE_REBOUND),
+    "pieces": (_raises_behind_a_break, "PIECEWISE", Reason.CAPTURE_FAILED),
+    "outputs": (lambda x: (x * 2).repeat(2, 1)[: len(x) + 1], "FULL", Reason.OUTPUT_ROWS_UNKNOWN),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_UP)
+def test_a_recording_that_is_given_up_is_released(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, whoever holds the error; and what it changed is put back."""
+    fn, mode, reason = GIVEN_UP[name]
+    released, reset = list[int](), CPUGraph.reset
+    monkeypatch.setattr(CPUGraph, "reset", lambda graph: (released.append(1), reset(graph))[1])
+    RUNS.clear()
+    step = make(fn, sizes=(4,), mode=mode)
+    step(batch(3))
+    assert step.last_decision.reason is reason, step.last_decision
+    assert released == [1]
+    assert COUNTED.count == 0
 
 
 STATE = torch.zeros(8, 3)

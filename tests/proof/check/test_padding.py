@@ -95,3 +95,57 @@ def test_arguments_of_each_type_may_have_a_length(dtype: torch.dtype) -> None:
     step = make(lambda x, mask: (x.to(torch.complex64) * mask[..., None]).sum(1), dynamic=dynamic, sizes=[4])
     batches = ((torch.randn(4, length, 3).to(dtype), torch.ones(4, length)) for length in (8, 8, 5, 5))
     assert check_calls(step, *batches, rtol=1e-4, atol=1e-5)[-1] is Reason.PADDED
+
+
+def test_where_other_padding_writes_is_undone() -> None:
+    """Where a write goes may depend on values: in early batches, and padding, it is one place alone."""
+    cache, early = torch.zeros(2), torch.tensor([[1.0, -1, 0], [-1, 1, 0], [-1, -1, 0]])
+
+    def fn(x: torch.Tensor, into: torch.Tensor = cache) -> torch.Tensor:
+        into[((x[:, 0] > 0) & (x[:, 1] > 0)).long()] = 1.0
+        return x * 2
+
+    step = make(lambda x: fn(x), rows="independent", sizes=(4,), padding_writes="allow")
+    for _ in range(4):
+        check_calls(step, early, fn=lambda x: fn(x, torch.zeros(2)))
+        assert cache.tolist() == [1.0, 0.0]
+    assert step.last_decision.reason is Reason.PADDED
+
+
+def test_a_break_that_writes_for_other_padding_depends_on_it() -> None:
+    """What it wrote is undone."""
+    seen = torch.zeros(1)
+
+    @eager_break
+    def notes(x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 10:
+            seen.add_(1)
+        return x * 2
+
+    step = make(lambda x: notes(x + 1), mode="PIECEWISE", rows="independent", sizes=(4,))
+    check_rows(step, 4, 4, 3, 3)
+    assert step.last_decision.reason is Reason.ROWS_MIX
+    assert "padding rows write to a tensor" in step.last_decision.detail
+    assert not seen
+
+
+def test_a_draw_for_padding_alone_is_undone() -> None:
+    """The generator is where eager leaves it, which does not draw."""
+    step = make(lambda x: x * 2 + (torch.rand(3) * 0 if len(x) == 4 else 0), sizes=(4,))
+    before = torch.get_rng_state()
+    step(torch.ones(3, 3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_argument_that_is_written_is_padded_anew() -> None:
+    """What a capture or a comparison left in its padding is not what the rule says."""
+
+    def fn(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return ((x + 1) * (mask.add_(1) > 1)[..., None]).sum(1)
+
+    dynamic = {"x": {0: "batch", 1: Dim("seq", sizes=[8])}, "mask": {0: "batch", 1: "seq"}}
+    step = make(fn, dynamic=dynamic, sizes=[4])
+    for length in (5, 5, 5, 5, 8, 5, 6):
+        x, mask = torch.randn(4, length, 3), torch.ones(4, length)
+        torch.testing.assert_close(step(x, mask.clone()), fn(x, mask), rtol=1e-4, atol=1e-5)
+    assert step.last_decision.reason is Reason.PADDED

@@ -48,12 +48,20 @@ def host_scale(x: Tensor) -> Tensor:
 
 def test_graphs_and_breaks_alternate() -> None:
     """Two breaks make three graphs around them, in order; ``explain`` says how many, and where it breaks."""
-    served = pieces(lambda x: host_scale(host_scale(x + 1) * 2) - 1)
+    served = pieces(lambda x: host_scale((y := host_scale(x + 1)) * 2) - y)
     graph = graph_of(served)
     assert (len(graph.graphs), len(graph.breaks)) == (3, 2)
     assert "3 graphs, 2 breaks" in repr(graph)
     assert "; graphs: 3, breaks: 2 x host_scale at test_piecewise.py:" in served.explain(x=torch.randn(4, 3))
     assert len(graph_of(pieces(lambda x: x * 2 + 1)).graphs) == 1
+
+
+def test_what_a_graph_in_pieces_holds() -> None:
+    """What one part makes and a later one reads keeps its memory: here what breaks give, ``y``, and twice that. The
+    bytes are those of the graphs, of what breaks made, and of the arguments that they are given, which are compared."""
+    graph = graph_of(pieces(lambda x: host_scale((y := host_scale(x) * 2) * 2) - y))
+    assert len(graph._held) == 4
+    assert graph.nbytes == sum(part.nbytes for part in graph.graphs) + 3 * 4 * 12
 
 
 # What a break returns.
@@ -306,6 +314,17 @@ def reads_what_was_kept(x: Tensor) -> Tensor:
     return x + KEPT[0]  # type: ignore[no-any-return]
 
 
+def gives_what_was_kept(x: Tensor) -> Tensor:
+    """Another break reads it."""
+    keep(x + 1)
+    return x + host_scale(KEPT[0])
+
+
+def gives_an_iterator(x: Tensor) -> Tensor:
+    """Nobody can compare it, and each replay would give the break the same one."""
+    return x + eager_break(lambda parts: next(parts) * 2)(iter([x * 2, x * 3]))
+
+
 def catches(x: Tensor) -> Tensor:
     """What the model does instead was not recorded."""
     try:
@@ -318,16 +337,24 @@ def catches(x: Tensor) -> Tensor:
     ("model", "message"),
     [
         (reads_what_was_kept, "return it from the break"),
+        (gives_what_was_kept, "return it from the break"),
+        (gives_an_iterator, "such as iterators; make them in the break"),
         (lambda x: host_scale(x) + x.sum().item(), "test_piecewise.py"),
         (catches, "raised and the callable went on"),
     ],
-    ids=["a tensor that a break keeps", "an unsafe operator between breaks", "a break's exception that is caught"],
+    ids=[
+        "a tensor that a break keeps",
+        "given to a break",
+        "an iterator",
+        "an unsafe operator between breaks",
+        "a break's exception that is caught",
+    ],
 )
 def test_what_no_graph_in_pieces_can_hold_is_refused(model: Callable[[Tensor], Tensor], message: str) -> None:
     """Marks do not allow the parts around them more than a FULL capture does, and the detail says what is at fault."""
     served = pieces(model, ahead=False)
     check_calls(served, torch.randn(4, 3))
-    assert served.last_decision.reason is Reason.CAPTURE_UNSAFE
+    assert served.last_decision.reason in (Reason.CAPTURE_UNSAFE, Reason.STATE_UNSEEN)
     assert message in served.last_decision.detail
     assert not get_backend("cpu").is_capturing()
 

@@ -374,3 +374,4 @@ def test_kernels_of_another_size_may_round_otherwise(
         rounding[0] = far if rows < 8 else 0.0
         step(torch.randn(rows, 16, dtype=dtype), torch.randperm(15)[:rows])
     assert step.last_decision.reason is (Reason.PADDED if is_served else Reason.VERIFICATION_FAILED)
+    assert ("; call eval(), give a mask or a pad rule" in step.last_decision.detail) is not is_served

@@ -87,16 +87,6 @@ def test_a_list_that_only_padding_changes_is_put_back(name: str) -> None:
         assert lengths == []
 
 
-def test_a_context_variable_is_set_by_the_calls_own_run_alone() -> None:
-    """No run of a prewarm sets it, for nobody could unset it."""
-    count: ContextVar[int] = ContextVar("count")
-    step = make(lambda x: (count.set(count.get(0) + 1), x * 2)[1])
-    step.prewarm(batch(4))
-    assert count.get(0) == 0
-    step(batch(4))
-    assert count.get() == 1
-
-
 def test_each_instruction_with_a_name_is_classified() -> None:
     """A new one of the next Python does not pass unseen."""
     real = [name for name, code in dis.opmap.items() if code in dis.hasname and code < 256]

@@ -71,6 +71,7 @@ class CaptureAttempt:
         undo(self.lent)
         undo(self.warm_run.regions)
         undo(self.eager.effects.regions)
+        self.request.inputs.mark_dirty()
         self._reset_generator()
 
     def _reset_generator(self) -> None:
@@ -252,7 +253,6 @@ class CaptureAttempt:
             redo(self.eager.effects.regions)
             if self.eager.draws:
                 self.request.backend.set_rng_state(self.eager.rng_after)
-        self.request.inputs.mark_dirty()
 
 
 def seconds_of(request: CaptureRequest, run: Callable[[], object]) -> float:

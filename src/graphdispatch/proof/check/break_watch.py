@@ -92,8 +92,7 @@ class BreakWatch(MemoryWatch):
         """End the current graph, run ``fn`` eagerly, begin the next graph. An inner break runs inside the outer one."""
         if self._in_break or self._failed is not None:
             return fn(*args, **kwargs)
-        if self._unreturned:
-            self._check_returned(args, kwargs)
+        self._check_returned(args, kwargs)
         assert isinstance(self._runner, Capture)
         graph = self._runner.pause()
         self._parts.append(graph)
@@ -151,7 +150,7 @@ class BreakWatch(MemoryWatch):
                     what = f"{type(leaf).__name__} with layout {leaf.layout}"
                     raise CaptureError(f"break {name!r} returned a {what}; return dense tensors", Reason.CAPTURE_UNSAFE)
                 is_made = storage_key(leaf) not in before
-                if is_made and (is_expanded(leaf) or not self._has_seen(leaf)):
+                if is_made and (is_expanded(leaf) or not self.made(leaf)):
                     leaf = leaf.clone(memory_format=torch.contiguous_format)
             results.append(leaf)
             made.append(is_made)
@@ -169,8 +168,7 @@ class BreakWatch(MemoryWatch):
                 if (part := self._returned.get(storage_key(tensor))) is not None:
                     part.is_written = True
         if not self._in_break:
-            if self._unreturned:
-                self._check_returned(tensors)
+            self._check_returned(tensors)
             return super().watch(func, args, kwargs)
         assert self._runner is not None
         result = self._runner.run(func, args, kwargs, tensors)
@@ -202,11 +200,6 @@ class BreakWatch(MemoryWatch):
             if is_strided(tensor) and self._part_of.get(storage_key(tensor), self._part) != self._part:
                 self._crossing.append(tensor.detach())
                 self._part_of[storage_key(tensor)] = self._part
-
-    def _has_seen(self, tensor: torch.Tensor) -> bool:
-        """Whether the call made the memory of ``tensor``, or it existed before."""
-        key = storage_key(tensor)
-        return key in self._made or key in self._existing
 
     def _note_result(self, tensor: torch.Tensor, is_new: bool) -> None:
         """As of ``MemoryWatch``; notes which part made it."""

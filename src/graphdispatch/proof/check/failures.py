@@ -1,6 +1,5 @@
 """Why a capture or a comparison failed: its reason, in words, with a remedy."""
 
-import logging
 import sys
 from types import FrameType, TracebackType
 from typing import Any
@@ -12,8 +11,6 @@ from ...reasons import Reason
 from ...runtime.flatten import FlatCall
 from ...runtime.protocols import CaptureRequest, CaptureResult
 from .piecewise import is_check_of_distribution, optimizer_within, places_within
-
-_log = logging.getLogger("graphdispatch")
 
 
 def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage: str) -> CaptureResult:
@@ -29,14 +26,12 @@ def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage:
         reason = Reason.REPLAY_FAILED
     detail = str(error) if isinstance(error, GraphDispatchError) else f"{type(error).__name__}: {error}"
     detail = f"{detail} (while {stage})" if stage else detail
-    detail += advice(request, error, reason)
-    _log.debug("no graph for %s: %s", request.key, detail)
-    return CaptureResult(answer, None, reason, detail, error)
+    return CaptureResult(answer, None, reason, detail + advice(request, error, reason), error)
 
 
 def running_frames() -> TracebackType | None:
     """The frames of the running call, as the traceback that an error raised here would bring out of it."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe()
     found: TracebackType | None = None
     while frame is not None and frame.f_code is not FlatCall.__call__.__code__:
         found, frame = TracebackType(found, frame, frame.f_lasti, frame.f_lineno), frame.f_back
@@ -60,7 +55,8 @@ def advice(request: CaptureRequest, error: Exception, reason: Reason) -> str:
     missing = request.inputs.missing_entries(request.rows)
     if reason is Reason.VERIFICATION_FAILED and request.is_padded:
         return f"{missing}; call eval(), give a mask or a pad rule, or have a size for it (sizes=)"
-    missing = missing if reason in _OF_A_MISSING_ENTRY else ""
+    if reason not in _OF_A_MISSING_ENTRY:
+        return ""
     if request.is_padded and not missing and reason in (Reason.CAPTURE_FAILED, Reason.REPLAY_FAILED):
         return "; if that is for padding rows, give them a rule (pad=), or have a size for the batch (sizes=)"
     return missing
