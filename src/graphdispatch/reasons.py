@@ -27,7 +27,7 @@ class Reason(Explained):
 
     EXACT = "exact", "a graph of exactly this size served the batch"
     PADDED = "padded", "the batch was padded, and the next larger graph served it"
-    IN_PARTS = "in_parts", "the batch is larger than the largest graph, and graphs served it in parts"
+    IN_PARTS = "in_parts", "several graphs served the batch, each some of its rows"
     CAPTURED_NOW = "captured_now", "this call captures the graph; its result comes from eager"
     VERIFIED_NOW = "verified_now", "this call compares the graph with eager; its result comes from eager"
 

@@ -1,6 +1,5 @@
-"""Batches above the largest size, which graphs serve in parts."""
+"""Batches that several graphs serve in parts: above the largest size, and where that takes less time than padding."""
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 import graphdispatch as gd
 from graphdispatch import FallbackError, Graphed, Reason
+from graphdispatch.runtime.gain import EagerTimes
 
 from ..helpers import assert_same, check_rows, make
 
@@ -34,13 +34,11 @@ def served(fn: Callable[..., Any], **options: Any) -> Graphed[..., Any]:
 
 
 def test_a_batch_above_the_largest_size_is_served_in_parts() -> None:
-    """The first of so many parts is compared; each call counts as one, with all rows that its graphs compute."""
+    """Each call counts as one, with all rows that its graphs compute."""
     step = served(model_of(nn.GELU()))
-    assert check(step, 20, 20, 17, 24, 9) == [
-        *(Reason.VERIFIED_NOW, Reason.IN_PARTS, Reason.IN_PARTS, Reason.IN_PARTS, Reason.VERIFIED_NOW)
-    ]
-    assert step.explain(torch.randn(18, 3)).startswith("FULL graph, 18 -> 20 rows, 10.0 % padding (in 3 parts of 8)")
-    assert (step.stats.hits, step.stats.real_rows, step.stats.padded_rows) == (3, 61, 64)
+    assert check(step, 20, 17, 20, 24, 9) == [Reason.IN_PARTS] * 5
+    assert step.explain(torch.randn(18, 3)).startswith("FULL graph, 18 -> 20 rows, 10.0 % padding (in parts of 8, 8,")
+    assert (step.stats.hits, step.stats.real_rows, step.stats.padded_rows) == (5, 90, 96)
     assert step.stats.rows == {20: 2, 17: 1, 24: 1, 9: 1}
 
 
@@ -55,7 +53,8 @@ def test_nested_outputs_are_put_together_along_their_rows() -> None:
     """Whichever dimension that is; what has no rows is returned once."""
     layer = nn.Linear(3, 3)
     step = served(lambda x: {"y": layer(x), "z": (layer(x).T, [layer(x).repeat(1, 2)], layer.weight.sum(), 7)})
-    assert check(step, 20, 19, 21)[1:] == [Reason.IN_PARTS] * 2
+    assert check(step, 20, 19, 21) == [Reason.IN_PARTS] * 3
+    assert step(torch.randn(20, 3))["z"][0].stride() == (1, 3)
 
 
 def test_rows_along_two_dimensions_take_further_lengths_as_they_are() -> None:
@@ -66,8 +65,8 @@ def test_rows_along_two_dimensions_take_further_lengths_as_they_are() -> None:
     step._server.graphs.judges_gain = False
     step.prewarm(torch.randn(4, 8, 3))
     check(step, (9, 5, 3), (9, 5, 3), (10, 8, 3), (10, 9, 3))
-    assert list(step.stats.reasons) == [Reason.VERIFIED_NOW, Reason.ABOVE_LARGEST_SIZE]
-    assert step.stats.hits == 2
+    assert list(step.stats.reasons) == [Reason.ABOVE_LARGEST_SIZE]
+    assert step.stats.hits == 3
 
 
 def placed_in_order(x: Tensor) -> Tensor:
@@ -109,44 +108,86 @@ def test_what_is_not_served_in_parts(name: str) -> None:
     assert why in step.explain(x), step.explain(x)
 
 
-def test_parts_that_are_slower_are_not_used() -> None:
-    """Both are timed for each number of parts, in turns; the reason has the times."""
-    step = served(model_of())
+def timed(step: Graphed[..., Any], eager_ms: dict[int, float], replay_ms: dict[int, float]) -> None:
+    """Have batches and graphs take so long."""
+    for group in step._server.graphs.groups.values():
+        assert group.gain is not None
+        group.hits.clear()
+        group.gain.times = EagerTimes()
+        for rows, ms in eager_ms.items():
+            for _ in range(3):  # then it is sure
+                group.gain.times.note(rows, ms / 1e3)
+        for entry in group.all_entries:
+            entry.gain, entry._least_ms = None, replay_ms[entry.size]
+
+
+def judged(fn: Callable[..., Any], eager_ms: dict[int, float], replay_ms: dict[int, float]) -> Graphed[..., Any]:
+    """Graphs that take so long, of which those serve that gain."""
+    name = "input" if isinstance(fn, nn.Module) else "x"
+    step = make(fn, sizes=sorted(replay_ms), dynamic={name: 0})
     step._server.graphs.judges_gain = True
-    step._server.graphs.clock = itertools.accumulate(itertools.cycle((0, 1, 0, 2))).__next__  # seconds
-    assert check(step, 12, 12, 30, 30) == [Reason.NO_GAIN] * 4
-    assert "in 2 parts of 8 it takes" in step.explain(torch.randn(12, 3))
+    step.prewarm(torch.randn(8, 3))
+    timed(step, eager_ms, replay_ms)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason", "about"),
+    [
+        (5, Reason.IN_PARTS, "5 -> 6 rows, 16.7 % padding (in parts of 4, 1)"),
+        (6, Reason.IN_PARTS, "FULL graph, 6 rows (in parts of 4, 2)"),
+        (7, Reason.PADDED, "7 -> 8 rows"),
+        (8, Reason.EXACT, "8 rows"),
+        (12, Reason.IN_PARTS, "12 rows (in parts of 8, 4)"),
+        (32, Reason.ABOVE_LARGEST_SIZE, "not in parts: in parts of 8, 8, 8, 8 it takes 32.08 ms, and an eager run 30"),
+    ],
+)
+def test_a_batch_is_served_in_the_parts_that_take_least_time(rows: int, reason: Reason, about: str) -> None:
+    """Of one padded graph, of parts, and of eager; the graph of one row is part of no larger batch."""
+    step = judged(model_of(nn.GELU()), {4: 9.0, 12: 14.0, 16: 16.0, 32: 30.0}, {1: 0.1, 2: 2.5, 4: 4.0, 8: 8.0})
+    step._server.graphs.judges_gain = False  # no further run is timed
+    assert check(step, rows, rows) == [reason] * 2
+    assert about in step.explain(torch.randn(rows, 3))
+
+
+def test_a_larger_batch_runs_eagerly_until_that_is_timed() -> None:
+    """Unless parts take less than an eager run of the largest size."""
+    step = judged(model_of(nn.GELU()), {4: 9.0, 8: 10.0}, {4: 4.0, 8: 6.0})
+    assert check(step, 12) == [Reason.ABOVE_LARGEST_SIZE]
+    timed(step, {4: 9.0, 8: 10.0, 12: 14.0}, {4: 4.0, 8: 6.0})
+    assert check(step, 12) == [Reason.IN_PARTS]
+    timed(step, {4: 9.0, 8: 10.0}, {4: 2.0, 8: 4.0})
+    assert check(step, 12) == [Reason.IN_PARTS]
+
+
+def test_parts_that_are_slower_than_eager_are_not_made() -> None:
+    """Where one padded graph is slower than eager as well, that is the reason."""
+    step = judged(model_of(nn.GELU()), {4: 1.0, 8: 2.0}, {4: 4.0, 8: 8.0})
+    step._server.graphs.judges_gain = False
+    assert check(step, 5, 12) == [Reason.NO_GAIN, Reason.ABOVE_LARGEST_SIZE]
 
 
 def test_parts_are_of_the_present_state() -> None:
-    """After weights have moved nothing is served in parts until there are graphs again, which are compared again."""
+    """After weights have moved nothing is served in parts until there are graphs again."""
     layer = model_of(nn.GELU())
     step = served(layer)
     check(step, 12, 12)
     layer[0] = nn.Linear(3, 3)
     assert check(step, 12) == [Reason.ABOVE_LARGEST_SIZE]
     step.prewarm(torch.randn(8, 3))
-    assert check(step, 12, 12) == [Reason.VERIFIED_NOW, Reason.IN_PARTS]
+    assert check(step, 12, 12) == [Reason.IN_PARTS] * 2
 
 
 def test_strict_takes_parts_for_graphs_and_nothing_else() -> None:
     """Beyond so many parts there is an error."""
     step = served(model_of(), strict=True)
-    assert check(step, 64, 64) == [Reason.VERIFIED_NOW, Reason.IN_PARTS]
+    assert check(step, 64, 64) == [Reason.IN_PARTS] * 2
     with pytest.raises(FallbackError, match="more than 8 of them"):
         step(torch.randn(65, 3))
 
 
-def test_nothing_is_compared_while_frozen() -> None:
-    """Parts that were compared before are served."""
-    step = served(model_of())
-    check(step, 12)
-    step.freeze()
-    assert check(step, 12, 20) == [Reason.IN_PARTS, Reason.FROZEN]
-
-
-def test_the_first_batch_in_parts_has_eager_s_answer_if_a_replay_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison has run it eagerly before; the next one that can be compared is."""
+def test_a_batch_in_parts_has_eager_s_answer_if_a_replay_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then its graph must be compared again."""
     step = served(model_of(nn.GELU()))
 
     def fail() -> None:
@@ -156,4 +197,5 @@ def test_the_first_batch_in_parts_has_eager_s_answer_if_a_replay_fails(monkeypat
         for entry in step.entries:
             patched.setattr(entry, "graph", SimpleNamespace(replay=fail, runs_code=False))
             entry._plans.clear()
-        assert check(step, 20) == [Reason.REPLAY_FAILED]
+        assert check(step, 20) == [Reason.ABOVE_LARGEST_SIZE]
+        assert "was not compared" in step.explain(torch.randn(20, 3))

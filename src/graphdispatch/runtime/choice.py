@@ -30,12 +30,13 @@ class Choice(NamedTuple):
     matched: int = 0
     """The number of rows as the signature has it."""
     parts: Parts | None = None
-    """The parts of a batch above the largest size."""
+    """The parts in which it is served; None where it is not."""
 
     @property
     def trains(self) -> bool:
         """Whether a graph would serve the call, and what it reads may have to be differentiated."""
-        return self.entry is not None and self.entry.trains
+        entries = [part.entry for part in self.parts.parts] if self.parts is not None else [self.entry]
+        return any(entry is not None and entry.trains for entry in entries)
 
     def not_served(self, reason: Reason, detail: str = "") -> "Choice":
         """The choice that no graph serves the call: by the reason it is captured, compared, or runs eagerly."""
@@ -53,34 +54,30 @@ def choose(graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], matched: 
     """
     decision = group.decide(matched)
     if not decision.mode.has_graphs():
-        if decision.reason is Reason.ABOVE_LARGEST_SIZE and group.route.serves_parts:
-            return _choose_parts(graphs, group, leaves, decision, matched)
-        return Choice(decision, group, leaves, matched, matched=matched)
+        return _in_parts(group, Choice(decision, group, leaves, matched, matched=matched))
     entry = group.current(decision.size)
     choice = Choice(decision, group, leaves, decision.rows, decision.size, entry, matched)
     if entry is None:
         return choice.not_served(*_without_graph(graphs, group, decision.size))
     reason, detail = _against_replay(graphs, group, leaves, decision.rows, entry)
     if reason is None:
-        return choice._replace(decision=decision._replace(mode=entry.mode))
-    return choice.not_served(reason, detail)
+        return _in_parts(group, choice._replace(decision=decision._replace(mode=entry.mode)))
+    choice = choice.not_served(reason, detail)
+    return _in_parts(group, choice) if reason is Reason.NO_GAIN else choice
 
 
-def _choose_parts(
-    graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], decision: Decision, matched: int
-) -> Choice:
-    """The parts that serve a batch above the largest size; or eager, as decided, with the reason why no parts do."""
-    found = find_parts(group, leaves, decision.rows)
-    if isinstance(found, str):
-        decision = decision._replace(detail=f"{decision.detail}; not in parts: {found}")
-        return Choice(decision, group, leaves, decision.rows, matched=matched)
-    choice = Choice(found.decision, group, leaves, decision.rows, entry=found.entry, matched=matched, parts=found)
-    if found.decision.reason is not Reason.VERIFIED_NOW:
+def _in_parts(group: GraphGroup, choice: Choice) -> Choice:
+    """The choice to serve a batch in parts, where no graph can serve it alone or parts take less time; else as it
+    was."""
+    decision, graph_of = choice.decision, group.current if choice.entry is None else group.latest
+    found = find_parts(group, choice.matched, graph_of)
+    if isinstance(found, Parts):
+        if found.entry.is_current() and found.may_serve(choice.leaves) and found.entry.fits_modes():
+            return choice._replace(decision=found.decision, entry=found.entry, size=0, parts=found)
+        found = "the call is unlike those that were compared, or a mode is active"
+    if not found or decision.mode.has_graphs():
         return choice
-    if graphs.cache.is_frozen:
-        return choice.not_served(Reason.FROZEN)
-    wait = _reason_to_wait(graphs, group, found.entry, 0)
-    return choice if wait is None else choice.not_served(*wait)
+    return choice._replace(decision=decision._replace(detail=f"{decision.detail}; not in parts: {found}"))
 
 
 def _without_graph(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reason, str]:

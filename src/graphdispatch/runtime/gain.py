@@ -16,7 +16,7 @@ from .entry import CUDAGraphEntry
 
 _log = logging.getLogger("graphdispatch")
 _SHORT_MS = 10.0
-"""A shorter eager run is timed twice in a prewarm."""
+"""The replay beside a shorter eager run is timed twice in a prewarm."""
 ENOUGH, _ENOUGH_RUNS = 3, 3
 """So many replays of a graph, or eager runs of a batch, show what it takes."""
 _MOST_RUNS, _MOST_ROWS = 8, 4096
@@ -144,8 +144,8 @@ class GainJudge:
 
     def make_sure(self, entry: CUDAGraphEntry, full: Sequence[Any], least: int, values: Sequence[Any]) -> None:
         """Time what shows whether a graph serves the smallest batch that is padded to it faster than eager would: a
-        full batch once more, since one short run alone may be noise; that batch where none smaller was timed; and that
-        batch once more, with as many replays as hits want, where that leaves it in doubt.
+        short replay once more, since the first one is slower; an eager run of that batch where none smaller was timed;
+        and another one, with as many replays as hits want, where that leaves it in doubt.
 
         Args:
             entry: The graph; nothing is run if its calls leave effects.
@@ -157,7 +157,7 @@ class GainJudge:
             return
         try:
             if entry.gain.eager_ms < _SHORT_MS:
-                self._time_eager(entry.size, full)
+                entry.time_replay(full, entry.size)
             if self.times.least_cells() > cells_of(least):
                 self._time_eager(least, values)
             gain = self.of(entry, least)

@@ -17,6 +17,7 @@ from .decide import Decision, SizeTable, descriptor_of
 from .entry import CUDAGraphEntry
 from .flatten import FlatCall
 from .gain import GainJudge
+from .parts import Parts, find_parts
 from .protocols import Guard, PerCall
 from .replay import ReplayPlan
 from .rules import ArgumentRules
@@ -100,8 +101,8 @@ class Route:
 
     @property
     def serves_parts(self) -> bool:
-        """Whether batches above its largest size may be served in parts: not where the front end names what a graph
-        serves, or has no sizes to pad to."""
+        """Whether batches may be served in parts: not where the front end names what a graph serves, or has no sizes to
+        pad to."""
         return self.entry is None and self.descriptor is None and self.seq_len is None and self.table.pads
 
     @property
@@ -142,7 +143,8 @@ class Hit(NamedTuple):
     """What a hit needs, made once for a number of rows."""
 
     entry: CUDAGraphEntry
-    plan: ReplayPlan
+    plan: ReplayPlan | Parts
+    """What it executes: by this graph, or in parts of which it serves the first."""
     decision: Decision
     guard: Guard | None
     """What must be as it was at the capture; None if nobody guards it."""
@@ -308,6 +310,9 @@ class GraphGroup:
         capture would take what that does for operators of its own."""
         if rows < 0 or self.backend.is_watched():
             return None
+        parts = find_parts(self, rows, self.latest)
+        if isinstance(parts, Parts):
+            return Hit(parts.entry, parts, parts.decision, parts.entry.guard, parts.may_serve)
         decision = self.decide(rows)
         entries = self.entries.get(decision.size, ()) if decision.mode.has_graphs() else ()
         if not entries or not entries[0].licence.may_hit(entries[0], decision.rows):
@@ -317,6 +322,10 @@ class GraphGroup:
             return None
         per_call = entry.per_call(decision.rows)
         return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard, per_call)
+
+    def latest(self, size: int) -> CUDAGraphEntry | None:
+        """The graph of a size that served last, or was captured last; hits look whether it is current."""
+        return next(iter(self.entries.get(size, ())), None)
 
     def work_for(self, entry: CUDAGraphEntry | None, size: int) -> Work:
         """What a call would pay for that compares this entry, or captures one of ``size`` where there is none."""

@@ -219,7 +219,9 @@ class Outputs:
         leaves = list(taken[0])
         for (place, _), dims in zip(self._tensors, self.rule.follows, strict=True):
             for dim in (dim for dim, _, own in dims if own is axis):
-                leaves[place] = torch.cat([one[place] for one in taken], dim)
+                order = sorted(range(leaves[place].dim()), key=leaves[place].stride, reverse=True)  # in memory
+                whole = torch.cat([one[place].permute(order) for one in taken], order.index(dim))
+                leaves[place] = whole.permute([order.index(own) for own in range(whole.dim())])
         return tree_unflatten(leaves, spec[0])
 
     def peek(self, rows: int) -> list[torch.Tensor]:

@@ -1,30 +1,41 @@
-"""A batch above the largest size, served in parts: a replay for each, whose outputs are put together.
+"""A batch that several graphs serve, each some of its rows, and whose outputs are put together.
+
+So is a batch above the largest size, and one that takes less time in parts than padded: 5 rows by the graphs of 4 and
+1, in place of that of 8. The times of the graphs say what it takes in parts. Where one graph or eager is about as fast,
+it is not served so.
 
 That is safe where rows are proven to be independent, of each other and of their places in the batch, where a run
 speaks for the whole batch, too, and where the graphs write nothing: then each row is what eager gives for it. Outputs
-without rows depend on none, and are the same in all parts. The first batch of so many parts is compared with eager, as
-an alarm for a rule that is wrong, and timed beside it: parts that are not faster are not used.
+without rows depend on none, and are the same in all parts.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..backends.operators import tensors_in
-from ..errors import ReplayError
+import torch
+
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
+from ..showing import milliseconds
 from ..sizes import lengths_of, pack
 from ..stats import COUNTED_BY_HITS, CUDAGraphStats, Gain, HitCounts
 from .decide import Decision
 from .entry import CUDAGraphEntry
-from .group import GraphGroup
-from .protocols import CaptureResult
 from .replay import count_hit
 
+if TYPE_CHECKING:
+    from .group import GraphGroup
+
 MOST_PARTS = 8
-"""A batch above the largest size is served in so many parts at most."""
-_TIMED = 3
-"""So many batches are timed in parts and eagerly, in turns."""
+"""A batch is served in so many parts at most."""
+_A_PART_MS = 0.02
+"""What each part takes besides its replay, in milliseconds: arguments are cut, and outputs put together."""
+
+
+_LEAST_GAIN_MS = 0.1
+"""Parts must save so much: a single short run may take as much longer than another."""
 
 
 class Part(NamedTuple):
@@ -37,130 +48,145 @@ class Part(NamedTuple):
 
 
 class Parts:
-    """The parts of a batch of a group, in order.
+    """The parts of a batch of a group, in order: what a hit in parts executes, as a ``ReplayPlan`` is for one graph.
 
     Args:
         group: The group of the call.
         rows: The number of the batch.
-        parts: All parts; the graphs share one proof.
+        parts: All parts.
     """
 
-    def __init__(self, group: GraphGroup, rows: int, parts: Sequence[Part]) -> None:
-        self._group, self._rows, self.parts = group, rows, tuple(parts)
-        self._axis = group.inputs.axes[0]
+    native = None
+    """The core has no such replay; it calls ``run``."""
+
+    def __init__(self, group: "GraphGroup", rows: int, parts: Sequence[Part]) -> None:
+        self.rows, self.parts, self._specs = rows, tuple(parts), group.inputs.specs
+        self._axis, lengths = group.inputs.axes[0], lengths_of(group.inputs.axes, parts[0].rows)[1:]
         self.entry = parts[0].entry
         """The graph of the first part."""
-        self.size = pack(
-            group.inputs.axes,
-            (sum(self._axis.of(part.entry.size) for part in parts), *lengths_of(group.inputs.axes, parts[0].rows)[1:]),
+        self._checks = [check for part in parts if (check := part.entry.per_call(part.rows)) is not None]
+        guards = {part.entry.guard for part in parts} - {self.entry.guard}
+        self._guards = [guard for guard in guards if guard is not None]
+        computed = sum(self._axis.of(part.entry.size) for part in parts)
+        self.decision = Decision(
+            self.entry.mode,
+            self.entry.descriptor,
+            pack(group.inputs.axes, (computed, *lengths)),
+            Reason.IN_PARTS,
+            rows,
+            self.text,
         )
-        """The number of all rows that the graphs compute."""
 
     @property
     def text(self) -> str:
         """The parts in words."""
-        return f"in {len(self.parts)} parts of {self._axis.of(self.parts[0].rows)}"
+        return f"in parts of {', '.join(str(self._axis.of(part.rows)) for part in self.parts)}"
 
-    @property
-    def decision(self) -> Decision:
-        """The decision to serve the batch so, as far as it was compared; else why it is not served so, or not yet."""
-        reason, text = self.entry.licence.in_parts.get(len(self.parts), (Reason.VERIFIED_NOW, ""))
-        if not reason.is_graph:
-            return Decision.eager(reason, self._rows, text)
-        return Decision(self.entry.mode, self.entry.descriptor, self.size, reason, self._rows, self.text)
+    def may_serve(self, values: Sequence[Any]) -> bool:
+        """What a hit looks at in each call, besides the guard and the modes of its first graph."""
+        for guard in self._guards:
+            if not guard.holds() or (torch.is_grad_enabled() and guard.trainable):
+                return False
+        return all(check(values) for check in self._checks) and not any(part.entry.is_due_again for part in self.parts)
 
-    def run(self, values: Sequence[Any]) -> Any:
-        """The outputs of the batch. Call it with the pool's lock held. Raises ``ReplayError``, without effects."""
-        answers = [
-            part.entry.plan(part.rows).run(self._cut(values, part), None)  # the call is counted once
-            for part in self.parts
-        ]
+    def clash(self, values: Sequence[Any]) -> None:
+        """As of ``ReplayPlan``: nothing, since the graphs write nothing of others."""
+
+    def run(self, values: Sequence[Any], stats: CUDAGraphStats) -> Any:
+        """The outputs of the batch; counts it as one hit. Raises ``ReplayError``, without effects."""
+        with self.entry.pool.lock:
+            plans = [part.entry.plan(part.rows) for part in self.parts]
+            answers = [plan.run(self._cut(values, part), None) for plan, part in zip(plans, self.parts, strict=True)]
+            sums = {name: sum(getattr(plan.counts, name) for plan in plans) for name in COUNTED_BY_HITS}
+            count_hit(stats, HitCounts(**sums | {"hits": 1}))
         return self.entry.outputs.joined(answers, self._axis)
-
-    def count(self, stats: CUDAGraphStats) -> None:
-        """Count the call, as one. Call it with the pool's lock held."""
-        every = [part.entry.plan(part.rows).counts for part in self.parts]
-        sums = {name: sum(getattr(counts, name) for counts in every) for name in COUNTED_BY_HITS}
-        count_hit(stats, HitCounts(**sums | {"hits": 1}))
 
     def _cut(self, values: Sequence[Any], part: Part) -> list[Any]:
         cut = list(values)
-        for spec in self._group.inputs.specs:
+        for spec in self._specs:
             for dim, _ in (span for span in spec.spans if span[1] is self._axis):
                 cut[spec.position] = cut[spec.position].narrow(dim, part.first, self._axis.of(part.rows))
         return cut
 
-    def compare(
-        self,
-        values: Sequence[Any],
-        eager: Callable[[], Any],
-        gap_of: Callable[[Iterable[Any], Iterable[Any], CUDAGraphEntry], str],
-        clock: Callable[[], float] | None,
-    ) -> CaptureResult:
-        """Run the batch eagerly, which answers the call, and compare it with the parts; note in the proof what that
-        shows. With a ``clock`` both are timed: parts that are slower than eager are not used."""
-        answer = eager()
-        with self.entry.pool.lock:
-            try:
-                gap = gap_of(tensors_in(answer), tensors_in(self.run(values)), self.entry)
-                found = (Reason.VERIFICATION_FAILED, f"{self.text} it differs from eager: {gap}") if gap else None
-                found = found or (self._loss(values, eager, clock) if clock is not None else None)
-            except ReplayError as error:
-                return CaptureResult(answer, None, Reason.REPLAY_FAILED, str(error))
-        self.entry.licence.in_parts[len(self.parts)] = found or (Reason.IN_PARTS, "")
-        return CaptureResult(answer, None if found else self.entry, *(found or (Reason.VERIFIED_NOW, "")))
 
-    def _loss(
-        self, values: Sequence[Any], eager: Callable[[], Any], clock: Callable[[], float]
-    ) -> tuple[Reason, str] | None:
-        """Why the parts are slower, if they are."""
-        stream, times = self.entry.backend.current_stream(), list[list[float]]()
-        for run in (eager, lambda: self.run(values)) * _TIMED:
-            stream.synchronize()
-            started = clock()
-            run()
-            stream.synchronize()
-            times.append([clock() - started])
-        eager_s, parts_s = min(times[::2])[0], min(times[1::2])[0]
-        if not Gain(1e3 * eager_s, 1e3 * parts_s).is_loss:
-            return None
-        return Reason.NO_GAIN, f"{self.text} it takes {parts_s * 1e6:.0f} us, and an eager run {eager_s * 1e6:.0f} us"
-
-
-def find_parts(group: GraphGroup, values: Sequence[Any], rows: int) -> Parts | str:
-    """The parts in which graphs may serve a batch above the largest size, or why they may not.
+def find_parts(group: "GraphGroup", rows: int, graph_of: Callable[[int], CUDAGraphEntry | None]) -> Parts | str:
+    """The parts in which a batch takes least time; or why it is served in none, which is empty where one graph does as
+    well.
 
     Args:
         group: The group of the call.
-        values: The leaves of the call.
         rows: The number of the batch.
+        graph_of: The graph of a size, if there is one that may be used.
     """
-    axes, table = group.inputs.axes, group.route.table
+    decision, table, gain = group.decide(rows), group.route.table, group.gain
+    is_above = decision.reason is Reason.ABOVE_LARGEST_SIZE
+    if not group.route.serves_parts or not (is_above or (gain is not None and decision.reason is Reason.PADDED)):
+        return ""
+    axes, rows = group.inputs.axes, decision.rows
     own, largest = lengths_of(axes, rows), lengths_of(axes, table.largest)
-    most = largest[0]
-    if not group.signature.has_rows or own[0] > MOST_PARTS * most or own[1:] > largest[1:]:
-        return f"more than {MOST_PARTS} of them, or longer than the longest" if most else "no graph has rows"
-    parts: list[Part] = []
-    for first in range(0, own[0], most):
-        part = pack(axes, (min(most, own[0] - first), *own[1:]))
-        decision = group.decide(part)
-        entry = group.current(decision.size) if decision.mode.has_graphs() else None
+    if own[0] > MOST_PARTS * largest[0] or own[1:] > largest[1:]:
+        return f"more than {MOST_PARTS} of them, or longer than the longest"
+    sizes = sorted({axes[0].of(size) for size in table.sizes}, reverse=True)
+    found = [_parts_of(group, rows, counts, graph_of) for counts in _divisions(own[0], sizes)]
+    best = min((parts for parts in found if not isinstance(parts, str)), key=_expected_ms, default=None)
+    if best is None or len(best) == 1:
+        return found[0] if isinstance(found[0], str) and is_above else ""
+    parts, whole = Parts(group, rows, best), found[0]
+    # A larger batch takes at least what the largest graph's takes, until three eager runs of it were timed.
+    like = table.largest if gain is not None and is_above and not gain.times.is_sure(rows) else rows
+    eager_s, ms = gain.times.expected_s(like) if gain is not None else None, _expected_ms(best)
+    eager_ms = math.inf if eager_s is None else eager_s * 1e3
+    least_ms = min(eager_ms, math.inf if is_above or isinstance(whole, str) else _expected_ms(whole))
+    if ms < math.inf and (Gain(least_ms, ms).may_be_loss or least_ms - ms < _LEAST_GAIN_MS):
+        times = f"{parts.text} it takes {milliseconds(ms)}, and an eager run {milliseconds(eager_ms)}"
+        return times if is_above else ""
+    return parts
+
+
+def _divisions(rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The ways to divide rows: as one part, then as one for a full graph, the largest that is smaller, and the rest.
+
+    Args:
+        rows: How many there are.
+        sizes: The rows of the graphs, decreasing.
+    """
+    counts: tuple[int, ...] = ()
+    while len(counts) < MOST_PARTS:
+        if rows <= sizes[0]:
+            yield (*counts, rows)
+        full = next((size for size in sizes if size < rows), 0)
+        if not full:
+            return
+        counts, rows = (*counts, full), rows - full
+
+
+def _parts_of(
+    group: "GraphGroup", rows: int, counts: Sequence[int], graph_of: Callable[[int], CUDAGraphEntry | None]
+) -> list[Part] | str:
+    """The parts of a batch, of so many rows each; or why a graph may not serve one."""
+    parts, axes = list[Part](), group.inputs.axes
+    lengths = lengths_of(axes, rows)[1:]
+    for first, count in zip(accumulate(counts, initial=0), counts, strict=False):
+        part = pack(axes, (count, *lengths))
+        # The graph of a single row may be of a path of its own, on which nothing is shown of others.
+        entry = graph_of(group.decide(pack(axes, (max(count, 2), *lengths))).size)
         if entry is None:
             return f"no graph is there for {part} rows"
-        if against := _objection(entry, values, rows, part):
+        if against := _objection(entry, rows, part):
             return against
-        if parts and entry.licence.in_parts is not parts[0].entry.licence.in_parts:
-            return "its graphs were not proven by one run"
+        if parts and entry.default_device != parts[0].entry.default_device:
+            return "its graphs were captured under other default devices"
         parts.append(Part(entry, first, part))
-    return Parts(group, rows, parts)
+    return parts
 
 
-def _objection(entry: CUDAGraphEntry, values: Sequence[Any], rows: int, part: int) -> str:
+def _expected_ms(parts: Sequence[Part]) -> float:
+    """What parts take, in milliseconds; infinite if a replay of one was never timed."""
+    return sum(part.entry.replay_ms for part in parts) + (_A_PART_MS * len(parts) if len(parts) > 1 else 0.0)
+
+
+def _objection(entry: CUDAGraphEntry, rows: int, part: int) -> str:
     """Why a graph may not serve a part of a batch; empty if it may."""
     if entry.mode is not CUDAGraphMode.FULL or entry.writes_outside or entry.mutated or entry.uses_rng:
         return "its graph writes state or arguments, draws random numbers, or has breaks"
-    if against := entry.licence.against_parts(entry, rows, part) or entry.licence.misfit(values):
-        return against
-    if not entry.fits_modes():
-        return Reason.MODE_ACTIVE.text
-    return entry.outputs.against_joining(entry.inputs.axes[0])
+    return entry.licence.against_parts(entry, rows, part) or entry.outputs.against_joining(entry.inputs.axes[0])

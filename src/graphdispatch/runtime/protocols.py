@@ -10,7 +10,7 @@ that nobody vouches for.
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..backends.base import Backend, Pool
-from ..backends.operators import bits_equal, storage_key
+from ..backends.operators import storage_key
 from ..config import CUDAGraphOptions
 from ..descriptors import REAL_ROWS, BatchDescriptor
 from ..modes import CUDAGraphMode, EntryState
@@ -130,15 +130,9 @@ class Licence:
         return ""
 
     def against_parts(self, entry: "CUDAGraphEntry", rows: int, part: int) -> str:
-        """Why the graph may not serve ``part`` rows of a batch of ``rows`` that is larger than the largest graph; empty
-        if it may. That a graph serves padded batches does not say so."""
+        """Why the graph may not serve ``part`` rows of a batch of ``rows``; empty if it may. That a graph serves padded
+        batches does not say so."""
         return "nobody has shown that its rows are independent"
-
-    @property
-    def in_parts(self) -> MutableMapping[int, tuple[Reason, str]]:
-        """By the number of parts, how larger batches are served that were compared so with eager: ``IN_PARTS``, or why
-        not. The graphs that were shown to be parts of one another share it."""
-        return {}
 
 
 @dataclass
@@ -256,8 +250,3 @@ class Capturer(Protocol):
 
     def check(self, request: CaptureRequest, entry: "CUDAGraphEntry") -> CaptureResult:
         """Run the call, which answers the caller, and compare a graph with that. Raises as ``capture`` does."""
-
-    def gap(self, want: Iterable[Any], got: Iterable[Any], entry: "CUDAGraphEntry", options: CUDAGraphOptions) -> str:
-        """How outputs of a graph differ from eager's, by more than rounding where that is allowed; empty if they do
-        not. By itself it allows for none."""
-        return "" if all(map(bits_equal, want, got)) else "other bits"

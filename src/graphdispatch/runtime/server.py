@@ -142,7 +142,10 @@ class Server:
             return self.serve_unmatched(route, args, kwargs)
         try:
             torch._C._set_grad_enabled(False)
-            result = self.observed(entry, plan.rows, leaves) if self.observes else plan.run(leaves, self.stats)
+            if self.observes and not isinstance(plan, Parts):
+                result = self.observed(entry, plan.rows, leaves)
+            else:
+                result = plan.run(leaves, self.stats)
         except ReplayError as error:
             self.replay_failed(group, error)
         else:
@@ -302,26 +305,6 @@ class Server:
             return Choice(Decision.eager(Reason.NEEDS_GRADIENTS))
         return choice
 
-    def _serve_parts(self, choice: Choice, parts: Parts) -> tuple[bool, Any]:
-        """As ``perform``, for a batch that is served in parts, or compared so with eager."""
-        group, values, reason = choice.group, choice.leaves, choice.decision.reason
-        assert group is not None
-        if reason is Reason.VERIFIED_NOW:
-            clock = self.graphs.clock or parts.entry.backend.clock if self.graphs.judges_gain else None
-            run = partial(group.call, values)
-            gap_of = partial(self.graphs.capturer.gap, options=self.graphs.options)
-            return True, self.after_eager(choice, partial(parts.compare, values, run, gap_of, clock))
-        if not reason.is_graph:
-            return False, choice
-        try:
-            with parts.entry.pool.lock:
-                answer = parts.run(values)
-                parts.count(self.stats)
-        except ReplayError as error:
-            return False, choice.not_served(Reason.REPLAY_FAILED, str(error))
-        self.local.decision = choice.decision
-        return True, answer
-
     def count(self, choice: Choice) -> None:
         """Note a call that took the slow path, for admission, and which graph is of the present state."""
         group, size = choice.group, choice.size
@@ -342,8 +325,6 @@ class Server:
         Called with the lock held.
         """
         group, entry, reason = choice.group, choice.entry, choice.decision.reason
-        if choice.parts is not None:
-            return self._serve_parts(choice, choice.parts)
         if group is not None and reason is Reason.CAPTURED_NOW:
             capture = partial(self.graphs.capture, group, choice.leaves, choice.rows, choice.size)
             return True, self.after_eager(choice, capture)
@@ -358,7 +339,10 @@ class Server:
             if found is not None:
                 return False, choice.not_served(found.reason, found.detail)
         try:
-            answer = self.observed(entry, choice.rows, choice.leaves)
+            if choice.parts is not None:
+                answer = choice.parts.run(choice.leaves, self.stats)
+            else:
+                answer = self.observed(entry, choice.rows, choice.leaves)
         except ReplayError as error:
             if error.had_effects:
                 raise

@@ -24,6 +24,7 @@ struct Call {
   Ref groups, group, hit;  // those of its form, the one that fits, and its hit
   Ref stays;  // the StayEager in the place of a hit
   bool is_matched = false;  // whether it fits a group and needs no gradients
+  bool is_of_python = false;  // whether its hit is none of the core's, as one in parts
   PyObject* result = nullptr;
 };
 
@@ -200,7 +201,9 @@ Outcome serve_values(Call& call, Values& values, bool is_flat) {
   if (found != 1) return outcome(found);
   PyObject* guard = PyTuple_GET_ITEM(call.hit.get(), 3);
   const Ref native = native_of_plan.of(PyTuple_GET_ITEM(call.hit.get(), 1));
-  if (!native || !Py_IS_TYPE(native.get(), plan_type)) return native ? Outcome::kMissed : Outcome::kRaised;
+  if (!native) return Outcome::kRaised;
+  call.is_of_python = !Py_IS_TYPE(native.get(), plan_type);
+  if (call.is_of_python) return Outcome::kMissed;
   auto* plan = reinterpret_cast<PlanObject*>(native.get());
   PyObject* level = item(PyModule_GetDict(facts.forward_ad), names._current_level);
   if (!level || PyLong_AsLong(level) >= 0) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
@@ -264,6 +267,7 @@ PyObject* serve(PyObject* server, PyObject* route, PyObject* args, PyObject* kwa
   const Outcome done = serve_call(call);
   if (done == Outcome::kServed) return call.result;
   if (done == Outcome::kRaised) return nullptr;
+  if (call.is_of_python) return PyObject_VectorcallMethod(names.serve_in_python, again, 4, nullptr);
   if (!call.stays) {
     return PyObject_VectorcallMethod(call.is_matched ? names.step : names.serve_unmatched, again, 4, nullptr);
   }

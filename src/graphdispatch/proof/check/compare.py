@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 
 from ...backends.operators import bits_equal, storage_key
-from ...config import CUDAGraphOptions
 from ...errors import CaptureError, VerificationError
 from ...reasons import Reason
 from ...runtime.entry import CUDAGraphEntry
@@ -270,15 +269,3 @@ def _typical(rows: torch.Tensor) -> torch.Tensor:
     place = torch.where(is_few, (counts - 1) // 2, (counts - 1) // 4).clamp(min=0)
     found = ordered.gather(1, place) * torch.where(is_few, 1.0, 8.0)
     return found.where(counts > 0, 0.0)
-
-
-def gap_between(
-    want: Iterable[torch.Tensor], got: Iterable[torch.Tensor], entry: CUDAGraphEntry, options: CUDAGraphOptions
-) -> str:
-    """As ``Capturer.gap``."""
-    for index, (one, other) in enumerate(zip(want, got, strict=True)):
-        dtype = coarsest(one.dtype, float_types_of(entry))
-        allowed = tolerance_for(dtype, exact=False, rtol=options.rtol, atol=options.atol, is_far=True)
-        if (gap := difference(one, other, allowed)) is not None:
-            return f"output {index}, {gap}"
-    return ""

@@ -5,7 +5,7 @@ ArgumentMetadata   what its code reads of arguments besides their values
 Verification       all of it for one graph, and the one policy: what it may serve, and what is compared before
 """
 
-from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
@@ -69,9 +69,6 @@ class RowProof:
     """Which dimensions of the outputs follow the batch, once a graph has shown it."""
     by_place: str = ""
     """Where rows get something by their place in the batch, if they do; then they are not served in parts."""
-    in_parts: dict[int, tuple[Reason, str]] = field(default_factory=dict)
-    """By the number of parts, how batches above the largest size are served that were compared so with eager:
-    ``IN_PARTS``, or why not."""
     is_doubted: bool = False
     """Whether a run that was not watched did something else than the runs before it: then all are watched."""
     _ends: dict[int, set[int]] = field(default_factory=dict)
@@ -346,7 +343,8 @@ class Verification(Licence):
         return self.proof.objection(rows, self.size)
 
     def against_parts(self, entry: CUDAGraphEntry, rows: int, part: int) -> str:
-        """As ``Licence.against_parts``: a run must speak for the whole batch."""
+        """As ``Licence.against_parts``: a run must speak for the whole batch and for the graph's. Nobody runs a part by
+        itself, so that none need speak for that."""
         proof = self.proof
         if proof is None or not proof.runs or not proof.independent or proof.is_word:
             return "its rows are not proven to be independent" + (
@@ -356,15 +354,10 @@ class Verification(Licence):
             return f"rows get something by their place in the batch, in {proof.by_place}"
         if not proof.has_path(rows, self.traced):
             return "no run speaks for so many rows"
-        if entry.state is not EntryState.VERIFIED or not self._may_pad(part) or entry.is_due_again:
+        may_pad = proof.objection(part, self.size) is None and not proof.is_new_padding(part, self.size)
+        if entry.state is not EntryState.VERIFIED or not may_pad or entry.is_due_again:
             return f"its graph of {self.size} was not compared for {part} rows yet"
         return ""
-
-    @property
-    def in_parts(self) -> MutableMapping[int, tuple[Reason, str]]:
-        """As ``Licence.in_parts``."""
-        assert self.proof is not None
-        return self.proof.in_parts
 
 
 class LikeGraph(NamedTuple):

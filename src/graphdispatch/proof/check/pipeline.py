@@ -32,14 +32,13 @@ Note [kernels that round otherwise]
 While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ...backends.operators import copy_with_gaps
 from ...backends.tracing import profiler_range
-from ...config import CUDAGraphOptions
 from ...errors import CaptureError, VerificationError, error_of_signal
 from ...modes import CUDAGraphMode, EntryState
 from ...reasons import Reason
@@ -51,7 +50,7 @@ from ..state.guards import StateGuard
 from ..watch.effects import EffectRecorder, Region
 from ..watch.operator_trace import OperatorTrace
 from .attempt import CaptureAttempt, seconds_of
-from .compare import check_replay, check_writes, gap_between
+from .compare import check_replay, check_writes
 from .eager_run import WatchedTooLittleError, check_may_capture, queries_capture, run_eagerly, runs_compiled
 from .failures import advice, failed_result
 from .lengths import replay_other_padding
@@ -95,10 +94,6 @@ class ProvingCapturer(Capturer):
         elif is_other and result.reason is Reason.VERIFIED_NOW and (request.counts_as_second or was_failed):
             entry.licence.agreed(entry, request.values)
         return result
-
-    def gap(self, want: Iterable[Any], got: Iterable[Any], entry: CUDAGraphEntry, options: CUDAGraphOptions) -> str:
-        """As ``Capturer.gap``."""
-        return gap_between(want, got, entry, options)
 
 
 def _in_window(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult:
