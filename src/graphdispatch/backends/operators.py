@@ -204,14 +204,14 @@ def _is_nest(kind: type) -> bool:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Arguments or results of an operator, with ``fn`` of each leaf in its place."""
+    """Arguments or results of an operator, with ``fn`` of each leaf in its place, but for those of ``LEAVES``."""
     kind = type(tree)
-    if kind is _TENSOR or kind in LEAVES:
+    if kind in LEAVES:
+        return tree
+    if kind is _TENSOR:
         return fn(tree)
-    if kind is tuple:
-        return tuple([map_leaves(fn, value) for value in tree])
-    if kind is list:
-        return [map_leaves(fn, value) for value in tree]
+    if kind is tuple or kind is list:
+        return kind([map_leaves(fn, value) for value in tree])
     if kind is dict:
         return {key: map_leaves(fn, value) for key, value in tree.items()}
     return tree_map(fn, tree) if _is_nest(kind) else fn(tree)

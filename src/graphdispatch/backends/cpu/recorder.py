@@ -313,7 +313,7 @@ class Recorder(OperatorMode):
     def _symbol(self, value: Any, aliases: dict[int, torch.Tensor] | None = None) -> Any:
         """What stands for an operand: a place on a slot, or an alias of somebody else's tensor. In one call the same
         tensor has one of the ``aliases``: a kernel may look whether two operands are one (self-attention)."""
-        if type(value) in LEAVES or not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
             return value
         slot = self._slot_of(value)
         if slot is None:

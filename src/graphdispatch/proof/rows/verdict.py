@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from torch._ops import OpOverload
@@ -73,8 +74,7 @@ class Verdict:
             return False
         if any(extents[axis] != self.space.own[axis] for axis in self.sizes.fixed):
             return False
-        extents_of: dict[Dim | int, int] = {}
-        factors = {1}
+        factors, extent_of = {1}, cache(lambda dim: dim if isinstance(dim, int) else self.sizes.at(dim, where))
         for extent in single:
             factors |= {factor * extent for factor in factors}
         for step, (operator, given) in zip(self.steps, shapes, strict=True):
@@ -83,10 +83,7 @@ class Verdict:
             for dims, shape in zip(step.dims, given, strict=True):
                 if dims is None:
                     continue
-                for dim in dims:
-                    if dim not in extents_of:
-                        extents_of[dim] = dim if isinstance(dim, int) else self.sizes.at(dim, where)
-                wanted = tuple(map(extents_of.__getitem__, dims))
+                wanted = tuple(map(extent_of, dims))
                 if wanted != tuple(shape) and not _is_multiple(wanted, shape, factors):
                     return False
         return True
