@@ -18,7 +18,7 @@ import graphdispatch as gd
 from graphdispatch import Graphed, Pad, Reason, graphed
 from graphdispatch.runtime.rules import as_pad
 from graphdispatch.runtime.signature import InputSpec
-from graphdispatch.runtime.static_inputs import StaticInputs
+from graphdispatch.runtime.static_inputs import StaticInputs, pointing_within
 from graphdispatch.sizes import ROWS
 
 from ..behaviour.forks import in_child
@@ -282,3 +282,24 @@ def test_a_callable_that_fails_for_any_padding_is_not_tried_for_ever() -> None:
     assert step.stats.capture_failures <= 6
     with pytest.raises(ValueError, match="no batch of 8"):
         step(torch.randn(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("left", "cut", "found"),
+    [
+        (2, [5, 1], [1, 0]),
+        (3, [3, 3, 5], [1, 1, 2]),  # what differs does so still, as slots that each have one writer
+        (4, [5, 2, 5, 3], [3, 1, 3, 2]),  # no zero comes where there was none, as in lengths
+        (4, [3, 2, 0, 1], [3, 2, 0, 1]),  # nothing points at what is gone
+        (2, [6, 1], [6, 1]),  # these are no places of rows
+        (2, [-1, 5], [-1, 5]),
+    ],
+)
+def test_integers_that_may_point_at_rows_that_are_gone_point_at_others(
+    left: int, cut: list[int], found: list[int]
+) -> None:
+    """The batch was cut from one of six rows, and stays as it is."""
+    places = InputSpec("at", 1, (0,), (0,), torch.int64, CPU, ((0, ROWS),), (Pad.zero(),))
+    inputs, values = StaticInputs([spec(0, Pad.zero()), places], 8), [torch.ones(left, 3), torch.tensor(cut)]
+    assert pointing_within(inputs, values, left, 6)[1].tolist() == found
+    assert values[1].tolist() == cut

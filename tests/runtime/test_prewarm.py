@@ -297,14 +297,14 @@ def test_what_the_callable_raises_for_the_example_passes_through(example: torch.
 
 def over_edges(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
     """A sum over the neighbours of each node: edges point to nodes of the same batch."""
-    return torch.zeros_like(x).index_add(0, edges[1], x[edges[0]] * 2)
+    return torch.zeros_like(x).index_add(0, edges[1] % 100, x[edges[0] % 100] * 2)
 
 
 def test_a_size_whose_cut_example_raises_is_left_out() -> None:
     """Edges point to nodes that were cut off: the report says so in words, and the size of the example is captured."""
     nodes, edges = gd.Dim("nodes", sizes=[3, 6]), gd.Dim("edges", sizes=[4, 8])
     serve = gd.graphed(over_edges, dynamic={"x": {0: nodes}, "edges": {1: edges}})
-    x, pairs = torch.randn(6, 2), torch.full((2, 8), 4)
+    x, pairs = torch.randn(6, 2), torch.full((2, 8), 104)
     report = serve.prewarm(x, pairs)
     assert Reason.CALL_RAISED in report.reasons.values()
     assert "raises IndexError for the example cut to this size" in str(report)
@@ -314,6 +314,14 @@ def test_a_size_whose_cut_example_raises_is_left_out() -> None:
     smaller = torch.randn(3, 2), torch.full((2, 4), 2)
     serve.prewarm(*smaller)
     assert_served(serve, *smaller)
+
+
+@pytest.mark.parametrize("dynamic", [{"x": 0}, {"x": 0, "parents": 0}])
+def test_an_example_whose_integers_point_into_it_is_cut(dynamic: dict[str, int]) -> None:
+    """They then point at what is left: a device would stop at others. The example stays as it is."""
+    step, parents = graphed(lambda x, parents: x[parents], dynamic=dynamic, sizes=(2, 3, 8)), torch.tensor([3, 1, 2, 0])
+    assert not step.prewarm(torch.randn(4, 3), parents).left_out
+    assert parents.tolist() == [3, 1, 2, 0]
 
 
 def test_an_example_that_leaves_gaps() -> None:

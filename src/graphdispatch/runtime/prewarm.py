@@ -25,7 +25,7 @@ from .protocols import CaptureResult
 from .rules import callable_name
 from .server import Server
 from .signature import Refusal
-from .static_inputs import largest_within, resized, varied
+from .static_inputs import largest_within, pointing_within, resized, varied
 from .windows import paused_collector
 
 _log = logging.getLogger("graphdispatch")
@@ -250,7 +250,8 @@ class _Prewarm:
         """
         given = group.signature.match(leaves)
         try:
-            result = self._capture_checked(group, leaves, size, given if as_given else size)
+            example, rows = (leaves, given) if as_given else (_cut(group, leaves, size, given), size)
+            result = self._capture_checked(group, example, size, rows)
         except (GraphDispatchError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -301,6 +302,15 @@ class _Prewarm:
         cache = self._server.graphs.cache
         largest = max((entry.nbytes for entry in cache), default=0)
         return cache.max_bytes is not None and cache.nbytes + largest > cache.max_bytes
+
+
+def _cut(group: GraphGroup, leaves: Sequence[Any], size: int, given: int) -> Sequence[Any]:
+    """An example for a smaller size, in which integers point at no row that is gone: a device would stop at those. Only
+    where rows mix integers may point at rows."""
+    batch = group.inputs.axes[:1]
+    if not batch or batch[0].of(size) >= batch[0].of(given) or not group.against_padding():
+        return leaves
+    return pointing_within(group.inputs, resized(group.inputs, leaves, size), batch[0].of(size), batch[0].of(given))
 
 
 def _make_hits(group: GraphGroup) -> None:

@@ -238,6 +238,20 @@ def resized(inputs: StaticInputs, values: Sequence[Any], rows: int, *, shift: in
     return sized
 
 
+def pointing_within(inputs: StaticInputs, values: Sequence[Any], left: int, given: int) -> list[Any]:
+    """A batch of ``left`` rows that was cut from ``given``: integers that may point at rows, since none is larger,
+    point at those that are left. What differs does so still, and what is no zero stays so, where that can be."""
+    found = list(values)
+    for spec in inputs.specs:
+        value = values[spec.position]
+        if not spec.is_integer or not value.numel() or value.amin() < 0 or not left <= value.amax() < given:
+            continue
+        numbers, order = value.unique(return_inverse=True)
+        places = (order + max(min(int(numbers[0]), left - len(numbers)), 0)) % left
+        found[spec.position] = spec.like(value.clone()).copy_(places)
+    return found
+
+
 def varied(inputs: StaticInputs, leaves: Sequence[Any], rows: int, number: int = 0) -> list[Any]:
     """Another batch, made of an example: its rows in turn, from the second one on, with other floating numbers.
     Each ``number`` makes another one.
