@@ -251,6 +251,19 @@ def test_a_size_with_other_tensors_is_proven_by_itself() -> None:
     check_calls(step, -torch.rand(12, 3), -torch.rand(12, 3))
 
 
+def test_a_batch_with_other_repeats_is_no_batch_of_the_graph() -> None:
+    """An operator takes its repeats from another tensor of the call for some rows. That is no other length, though it
+    has the same numbers when the batch is compared."""
+
+    def fn(x: Tensor, counts: Tensor) -> Tensor:
+        plain, turned = counts + 0, counts.flip(0)
+        return x.repeat_interleave(plain if len(x) < 4 else turned, 1, output_size=3)
+
+    step = make(fn, dynamic={"x": 0}, sizes=(8,))
+    check_calls(step, *((torch.rand(rows, 3), torch.ones(3, dtype=torch.long)) for rows in (8, 8, 3, 3)))
+    check_calls(step, (torch.rand(3, 3), torch.tensor([2, 1, 0])))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_an_operand_of_compiled_code_is_not_compared() -> None:
     """Torch's packed weights of eight bits raise when they are; each size is proven by itself."""
