@@ -35,10 +35,6 @@ class EvictionReason(StrEnum):
     """Its owner no longer needed it."""
 
 
-_LEAST_RATIO, _MAY_LOSE = 1.05, 0.9
-_LEAST_LOSS_MS, _LEAST_LOSS_OF_SHORT_MS, _SHORT_MS = 0.025, 0.1, 0.1
-
-
 class Gain(NamedTuple):
     """The times of a full batch, measured once; on an asynchronous device, until its work is done."""
 
@@ -51,17 +47,6 @@ class Gain(NamedTuple):
     def ms(self) -> float:
         """By how much a replay is faster, in milliseconds."""
         return self.eager_ms - self.replay_ms
-
-    @property
-    def is_loss(self) -> bool:
-        """Whether the graph is clearly slower, by more than noise would make of equal times."""
-        least_ms = _LEAST_LOSS_MS if self.eager_ms >= _SHORT_MS else _LEAST_LOSS_OF_SHORT_MS
-        return self.replay_ms >= max(self.eager_ms + least_ms, self.eager_ms * _LEAST_RATIO)
-
-    @property
-    def may_be_loss(self) -> bool:
-        """Whether it may be slower, as far as a single run of each shows."""
-        return self.replay_ms >= _MAY_LOSE * self.eager_ms
 
     def __str__(self) -> str:
         times = f"{milliseconds(self.replay_ms)} instead of {milliseconds(self.eager_ms)}"

@@ -20,6 +20,19 @@ _SHORT_MS = 10.0
 ENOUGH, _ENOUGH_RUNS = 3, 3
 """So many replays of a graph, or eager runs of a batch, show what it takes."""
 _MOST_RUNS, _MOST_ROWS = 8, 4096
+_LEAST_RATIO, _MAY_LOSE = 1.05, 0.9
+_LEAST_LOSS_MS, _LEAST_LOSS_OF_SHORT_MS, _SHORTEST_MS = 0.025, 0.1, 0.1
+
+
+def is_loss(gain: Gain) -> bool:
+    """Whether a graph is clearly slower, by more than noise would make of equal times."""
+    least_ms = _LEAST_LOSS_MS if gain.eager_ms >= _SHORTEST_MS else _LEAST_LOSS_OF_SHORT_MS
+    return gain.replay_ms >= max(gain.eager_ms + least_ms, gain.eager_ms * _LEAST_RATIO)
+
+
+def may_be_loss(gain: Gain) -> bool:
+    """Whether it may be slower, as far as a single run of each shows."""
+    return gain.replay_ms >= _MAY_LOSE * gain.eager_ms
 
 
 class EagerTimes:
@@ -94,20 +107,20 @@ class GainJudge:
     def loss(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
         """The same where the graph is clearly slower for this batch, as padding can make it; else None."""
         gain = self.of(entry, rows)
-        return gain if gain is not None and gain.is_loss else None
+        return gain if gain is not None and is_loss(gain) else None
 
     def may_hit(self, entry: CUDAGraphEntry, rows: int) -> bool:
         """Whether calls of such a batch may be hits, which are not timed: the graph is clearly faster; or enough
         replays were timed, and it is not slower."""
         gain = self.of(entry, rows)
-        if gain is not None and not gain.may_be_loss:
+        if gain is not None and not may_be_loss(gain):
             return True
-        return _replays(entry) >= ENOUGH and (gain is None or not gain.is_loss)
+        return _replays(entry) >= ENOUGH and (gain is None or not is_loss(gain))
 
     def text(self, entry: CUDAGraphEntry, rows: int) -> str:
         """What the graph gains for a batch, in words; empty where too few runs show it, or where it is within noise."""
         gain = self.of(entry, rows) if self.times.is_sure(rows) and _replays(entry) >= ENOUGH else None
-        if gain is None or not (gain.is_loss or Gain(gain.replay_ms, gain.eager_ms).is_loss):
+        if gain is None or not (is_loss(gain) or is_loss(Gain(gain.replay_ms, gain.eager_ms))):
             return ""
         return f"it takes {milliseconds(gain.replay_ms)} instead of {milliseconds(gain.eager_ms)}"
 
@@ -161,7 +174,7 @@ class GainJudge:
             if self.times.least_cells() > cells_of(least):
                 self._time_eager(least, values)
             gain = self.of(entry, least)
-            if gain is not None and gain.may_be_loss and self.wants(least):
+            if gain is not None and may_be_loss(gain) and self.wants(least):
                 self._time_eager(least, values)
                 for _ in range(max(ENOUGH - _replays(entry), 1)):
                     entry.time_replay(values, least)

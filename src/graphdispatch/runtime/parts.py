@@ -23,6 +23,7 @@ from ..sizes import lengths_of, pack
 from ..stats import COUNTED_BY_HITS, CUDAGraphStats, Gain, HitCounts
 from .decide import Decision
 from .entry import CUDAGraphEntry
+from .gain import may_be_loss
 from .replay import count_hit
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def find_parts(group: "GraphGroup", rows: int, graph_of: Callable[[int], CUDAGra
     eager_s, ms = gain.times.expected_s(like) if gain is not None else None, _expected_ms(best)
     eager_ms = math.inf if eager_s is None else eager_s * 1e3
     least_ms = min(eager_ms, math.inf if is_above or isinstance(whole, str) else _expected_ms(whole))
-    if ms < math.inf and (Gain(least_ms, ms).may_be_loss or least_ms - ms < _LEAST_GAIN_MS):
+    if ms < math.inf and (may_be_loss(Gain(least_ms, ms)) or least_ms - ms < _LEAST_GAIN_MS):
         times = f"{parts.text} it takes {milliseconds(ms)}, and an eager run {milliseconds(eager_ms)}"
         return times if is_above else ""
     return parts
