@@ -509,7 +509,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
         if not self.is_enabled:
             return Decision.eager(Reason.DISABLED, batch_size)
         decision = self._tables[CUDAGraphMode.FULL].decide(batch_size)
-        if not decision.mode.has_graphs():
+        if decision.is_eager:
             return decision
         if seq_len <= (most := self.config.max_seq_len):
             return Decision.eager(Reason.MODE_MISMATCH, batch_size)

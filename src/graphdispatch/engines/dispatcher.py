@@ -366,7 +366,7 @@ class CudagraphDispatcher(MadeAnew):
     def _count(self, chosen: Chosen, decision: Decision) -> DispatchMode:
         """Count a call that ran as ``decision`` says, and forget its graph if that is gone; the mode that it ran in."""
         found, mode = chosen.found, DispatchMode.EAGER
-        if found is not None and decision.mode is not CUDAGraphMode.NONE:
+        if found is not None and not decision.is_eager:
             mode = found.mode
         elif found is not None and found.is_gone:
             self._change(without=[found])

@@ -53,7 +53,7 @@ def choose(graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], matched: 
         matched: The number of rows as the signature has it.
     """
     decision = group.decide(matched)
-    if not decision.mode.has_graphs():
+    if decision.is_eager:
         return _in_parts(group, Choice(decision, group, leaves, matched, matched=matched))
     entry = group.current(decision.size)
     choice = Choice(decision, group, leaves, decision.rows, decision.size, entry, matched)
@@ -75,7 +75,7 @@ def _in_parts(group: GraphGroup, choice: Choice) -> Choice:
         if found.entry.is_current() and found.may_serve(choice.leaves) and found.entry.fits_modes():
             return choice._replace(decision=found.decision, entry=found.entry, size=0, parts=found)
         found = "the call is unlike those that were compared, or a mode is active"
-    if not found or decision.mode.has_graphs():
+    if not found or not decision.is_eager:
         return choice
     return choice._replace(decision=decision._replace(detail=f"{decision.detail}; not in parts: {found}"))
 

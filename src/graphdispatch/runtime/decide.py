@@ -47,10 +47,15 @@ class Decision(NamedTuple):
         """
         return cls(CUDAGraphMode.NONE, None, rows, reason, rows, detail)
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether no graph serves the batch."""
+        return self.mode is CUDAGraphMode.NONE
+
     def explain(self) -> str:
         """One line for a person."""
         counted = rows_text(self.rows)
-        if self.mode is CUDAGraphMode.NONE:
+        if self.is_eager:
             count = f", {counted}" if self.rows else ""
             return f"eager{count}: {self.detail or self.reason.text}"
         rows, size = cells_of(self.rows), cells_of(self.size)

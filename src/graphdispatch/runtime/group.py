@@ -314,7 +314,7 @@ class GraphGroup:
         if isinstance(parts, Parts):
             return Hit(parts.entry, parts, parts.decision, parts.entry.guard, parts.may_serve)
         decision = self.decide(rows)
-        entries = self.entries.get(decision.size, ()) if decision.mode.has_graphs() else ()
+        entries = () if decision.is_eager else self.entries.get(decision.size, ())
         if not entries or not entries[0].licence.may_hit(entries[0], decision.rows):
             return None
         entry = entries[0]
@@ -341,7 +341,7 @@ class GraphGroup:
         if other is None or other.countdown.left <= 0 or self.entries or rows < 0:
             return None
         decision = self.decide(rows)
-        if not decision.mode.has_graphs():
+        if decision.is_eager:
             return None
         eager = Decision.eager(Reason.CAPTURE_WAITS, decision.rows, other.decision.detail)
         timed_in = self if self._timer(decision.rows) is not None else None

@@ -220,7 +220,7 @@ class Server:
         """Have the next calls like one that ran eagerly do so without a look; or forget that they did, if a graph was
         made, compared or served. With ``strict`` each call is looked at, since it raises."""
         group, decision = choice.group, choice.decision
-        is_eager = not decision.mode.has_graphs() and not self.strict
+        is_eager = decision.is_eager and not self.strict
         if group is None and decision.reason in _OF_ONE_CALL:
             return
         if is_eager and (
@@ -365,7 +365,7 @@ class Server:
         if rows and not (decision.rows and choice.group is not None and choice.group.signature.has_rows):
             decision = decision._replace(rows=rows, size=rows)
         parts = [decision.explain()]
-        if entry is not None and decision.mode.has_graphs():
+        if entry is not None and not decision.is_eager:
             assert choice.group is not None
             gain = choice.group.gain if choice.parts is None else None
             parts += [gain.text(entry, choice.rows) if gain is not None else "", entry.graph.describe()]
