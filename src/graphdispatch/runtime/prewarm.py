@@ -235,9 +235,9 @@ class _Prewarm:
             least = group.route.table.min_batch_of(size)
             if entry is None or not entry.licence.may_hit(entry, least):
                 continue
-            values = _within(group, resized(group.inputs, leaves, least), least, size)
+            values = _within(group, resized(group.inputs, _cut(group, leaves, least), least), least, size)
             if values is not None:
-                gain.make_sure(entry, resized(group.inputs, leaves, size), least, values)
+                gain.make_sure(entry, resized(group.inputs, _cut(group, leaves, size), size), least, values)
 
     def _capture_cut(
         self, group: GraphGroup, leaves: Sequence[Any], size: int, *, as_given: bool = False
@@ -250,7 +250,7 @@ class _Prewarm:
         """
         given = group.signature.match(leaves)
         try:
-            example, rows = (leaves, given) if as_given else (_cut(group, leaves, size, given), size)
+            example, rows = (leaves, given) if as_given else (_cut(group, leaves, size), size)
             result = self._capture_checked(group, example, size, rows)
         except (GraphDispatchError, torch.OutOfMemoryError):
             raise
@@ -304,10 +304,10 @@ class _Prewarm:
         return cache.max_bytes is not None and cache.nbytes + largest > cache.max_bytes
 
 
-def _cut(group: GraphGroup, leaves: Sequence[Any], size: int, given: int) -> Sequence[Any]:
+def _cut(group: GraphGroup, leaves: Sequence[Any], size: int) -> Sequence[Any]:
     """An example for a smaller size, in which integers point at no row that is gone: a device would stop at those. Only
     where rows mix integers may point at rows."""
-    batch = group.inputs.axes[:1]
+    given, batch = group.signature.match(leaves), group.inputs.axes[:1]
     if not batch or batch[0].of(size) >= batch[0].of(given) or not group.against_padding():
         return leaves
     return pointing_within(group.inputs, resized(group.inputs, leaves, size), batch[0].of(size), batch[0].of(given))
