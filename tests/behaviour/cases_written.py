@@ -524,6 +524,9 @@ drawn("numpy.random", is_shared=True)(
 )
 drawn("own generator of Python")(lambda: random.Random(0), lambda o: o.random(), lambda o: o.getstate())
 drawn("generator of the system")(random.SystemRandom, lambda o: 2 if o.random() < 1 else 5, lambda _: 0)
+drawn("generator that gives no state")(
+    lambda: own_class(random.Random, getstate=None)(0), lambda o: o.random(), random.Random.getstate
+)
 drawn("lines of a file in memory")(lambda: io.StringIO("2\n3\n" * 99), lambda o: float(next(o)), lambda o: o.tell())
 answer("tensor_from_numpy", reason=Reason.STATE_UNSEEN, row=True)(
     lambda: np.random.default_rng(0),

@@ -117,6 +117,27 @@ def test_own_memory_is_not_saved() -> None:
     assert _written(run, torch.ones(3)).regions == []
 
 
+def test_a_generator_of_the_models_own_is_put_back() -> None:
+    """Drawing from it is an effect, and a write to what the run made is none."""
+    generator = torch.Generator()
+    before = generator.get_state()
+    effects = _written(lambda s: s.normal_(generator=generator), torch.zeros(3))
+    undo(effects.regions)
+    assert torch.equal(generator.get_state(), before)
+    assert effects.may_leave_effects
+    assert not _written(lambda s: s.clone().add_(1), torch.zeros(3)).may_leave_effects
+
+
+def test_numbers_may_look_unwritten() -> None:
+    """Bytes mark memory that nothing wrote, where the run made such; many numbers of one byte are alike."""
+    numbers = torch.full((2,), 0x5B5B5B5B, dtype=torch.int32)
+    effects = _written(lambda _: torch.empty(3), numbers)
+    assert effects.unwritten(numbers).all()
+    assert effects.unwritten(numbers.view(torch.uint8)) is None
+    assert effects.unwritten(numbers.to_sparse()) is None
+    assert _written(lambda s: s.clone(), numbers).unwritten(numbers) is None
+
+
 @pytest.mark.parametrize("run", [None, torch.batch_norm_update_stats])
 def test_batch_norm_statistics_are_saved(run: Any) -> None:
     """Running statistics, which the operator's schema does not mark as written, are put back."""

@@ -7,9 +7,11 @@ from functools import partial
 from types import CodeType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import graphdispatch as gd
 from graphdispatch.proof.watch import bytecode
 
 from ...behaviour.cases import Box
@@ -30,6 +32,14 @@ def test_a_container_that_a_run_drains_is_put_back() -> None:
     make(fn).prewarm(batch(4))
     assert held.todo is before
     assert before == [1.0, 2.0]
+
+
+def test_what_cannot_be_put_back_is_an_error() -> None:
+    """An array that a prewarm gave other memory has another length for good, and nobody learns of it elsewhere."""
+    held = np.zeros(4)
+    step = make(lambda x: (held.resize(8, refcheck=False), x * 2)[1])
+    with pytest.raises(gd.CaptureError, match="could not be put back"):
+        step.prewarm(batch(4))
 
 
 TEXT = compile("last = 1", "text", "exec")

@@ -122,6 +122,8 @@ DESCRIBES = frozenset(
 """Attributes of classes in which nobody looks for state: code of the user with one of these names runs eagerly."""
 _NOTHING_IN = (*CONSTANTS, *_LEAF_CLASSES)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+_STATES = frozenset(("getstate", "setstate", "get_state", "set_state", "bit_generator", "state"))
+"""By what their state is read and put back; a class of the user that has its own may give none."""
 
 
 def is_leaf(kind: type) -> bool:
@@ -332,7 +334,7 @@ def role_of(kind: type) -> str:
     if is_machine(kind) or issubclass(kind, _OPAQUE) or _iterates(kind) or is_hidden:
         return "opaque"
     if issubclass(kind, _GENERATORS):
-        return "generator"
+        return "generator" if all(map(_STATES.isdisjoint, map(vars, user_classes(kind)))) else "opaque"
     if is_followed(kind):
         return "instance"
     is_ours = home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)

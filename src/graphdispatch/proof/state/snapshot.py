@@ -294,10 +294,7 @@ SETTINGS = Accessor(_read_settings, _write_settings)
 
 
 def save_random(path: Any, generator: Any) -> Saved:
-    """Save the state of a random generator of Python or NumPy, or of one of these modules.
-
-    One whose state cannot be copied always differs from before.
-    """
+    """Save the state of a random generator of Python or NumPy, or of one of these modules."""
     read: Callable[[], Any]
     write: Any
     if issubclass(type(generator), (np.random.Generator, np.random.BitGenerator)):
@@ -307,13 +304,9 @@ def save_random(path: Any, generator: Any) -> Saved:
         read, write = generator.getstate, generator.setstate
     else:
         read, write = generator.get_state, generator.set_state
-    try:
-        state = read()
-        before = pickle.dumps(state)
-    except Exception:  # of a subclass of the user
-        return Saved(path, generator, Accessor(lambda _: object(), lambda *_: None), None)
+    state = read()
     accessor = Accessor(lambda _: pickle.dumps(read()), lambda *_: write(state))
-    return Saved(path, generator, accessor, before)
+    return Saved(path, generator, accessor, pickle.dumps(state))
 
 
 MEMBERS = ("_parameters", "_buffers", "_modules")

@@ -276,5 +276,6 @@ def _attribute_of(path: Any) -> str:
     while path:
         path, label = path
         if f"{label}".startswith("."):
-            return f"{label}"[1:] if f"{label}"[1:].isidentifier() else ""
+            name = f"{label}"[1:]
+            return name if name.isidentifier() else ""
     return ""

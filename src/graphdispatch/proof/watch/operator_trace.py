@@ -148,7 +148,6 @@ class TensorNames:
         for number, tensor in enumerate(results):
             if is_strided(tensor) and (key := storage_key(tensor)) not in writes:
                 if key not in used:  # new memory may lie where other was before
-                    used.add(key)
                     self._names[key] = {}
                 name = (_MADE, self._count, number) if source is None else source
                 self._names.setdefault(key, {})[view_key(tensor)] = name
