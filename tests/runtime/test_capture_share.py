@@ -2,6 +2,7 @@
 eagerly, and which batches a graph serves by that."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.runtime import gain as gains
 from graphdispatch.runtime.admission import Admission, CaptureBudget, Work
+from graphdispatch.runtime.entry import CUDAGraphEntry
 from graphdispatch.stats import Gain
 
 from ..helpers import Clock, check_rows, double, with_options
@@ -376,6 +378,7 @@ def losing(monkeypatch: pytest.MonkeyPatch) -> Any:
     step.prewarm(torch.ones(8, 3))
     (group,) = step._route.groups
     step.entries[0].gain, group.gain.times = Gain(3.2, 2.0), gains.EagerTimes()
+    step.entries[0]._least_ms = math.inf  # of replays that the prewarm has timed
     for rows in (1, 8):
         for _ in range(3):
             group.gain.times.note(rows, 0.4 * MS * rows)
@@ -428,17 +431,23 @@ def test_strict_serves_by_graphs_whatever_they_gain() -> None:
 @pytest.mark.parametrize("is_short", [False, True])
 def test_a_prewarm_makes_sure(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where padding may make a graph slower, the smallest batch that it serves is timed; so is a batch smaller than all
-    that were. A short run is timed twice."""
-    timed = []
+    that were. A short replay of a full one is timed twice."""
+    timed: list[int] = []
+    replayed: list[int] = []
+    replay = CUDAGraphEntry.time_replay
     monkeypatch.setattr(gains, "_SHORT_MS", 1e9 if is_short else 0.0)
     monkeypatch.setattr(gains, "may_be_loss", lambda _: True)
     monkeypatch.setattr(gains.EagerTimes, "wants", lambda *_: True)
     monkeypatch.setattr(gains.GainJudge, "timed", lambda judge, fn, rows: timed.append(rows) or fn)
+    monkeypatch.setattr(
+        CUDAGraphEntry, "time_replay", lambda entry, values, rows: replayed.append(rows) or replay(entry, values, rows)
+    )
     step = graphed(double, dynamic={"x": 0}, sizes=(4, 8))
     step._graphs.clock = iter(range(10**6)).__next__
     for entry in (step.prewarm(torch.ones(8, 3)), *step.entries)[1:]:
         assert entry.gain is not None
-    assert timed == ([8, 5, 4, 1, 1] if is_short else [5, 1, 1])
+    assert timed == [5, 1, 1]
+    assert [rows for rows in replayed if rows in (4, 8)] == ([8, 4] if is_short else [])
 
 
 def test_a_prewarm_times_only_what_the_callable_takes() -> None:
