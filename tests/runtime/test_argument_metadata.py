@@ -131,7 +131,7 @@ def test_a_batch_of_zeros_speaks_for_no_other_numbers(fn: Callable[[Tensor, Tens
     for fill in (0.0, 1.0, 2.0):
         x = torch.full((8, 4), fill)[4:]
         assert torch.equal(served(x, x), fn(x, x))
-    assert served.last_decision.reason is Reason.STATE_UNSEEN
+        assert served.last_decision.reason is Reason.STATE_UNSEEN
 
 
 class Compares(nn.Module):

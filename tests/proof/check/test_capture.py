@@ -197,6 +197,8 @@ def test_a_context_variable_is_set_by_the_calls_own_run_alone() -> None:
     assert count.get(0) == 0
     step(batch(4))
     assert count.get() == 1
+    make(step.unwrap(), sizes=(4,))(batch(3))
+    assert count.get() == 2
 
 
 RUNS, COUNTED = Spy(), Box(count=0)

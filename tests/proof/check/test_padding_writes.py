@@ -128,6 +128,21 @@ def test_slots_that_do_not_follow_the_rows_are_served(rows: int) -> None:
     assert step.last_decision.reason is Reason.PADDED
 
 
+def test_a_comparison_leaves_no_write_of_padding() -> None:
+    """Even where the user has allowed padding to write: eager answers that call."""
+    cache = torch.full((9, 2), 7.0)
+
+    def fn(x: Tensor, slots: Tensor) -> Tensor:
+        cache[slots] = x
+        return x * 2
+
+    options = gd.CUDAGraphOptions(capture_after=1, padding_writes="allow")
+    step = gd.graphed(fn, dynamic={"x": 0, "slots": 0}, sizes=[4], pad={"slots": gd.Pad.value(8)}, options=options)
+    for rows, reason in ((4, Reason.CAPTURED_NOW), (4, Reason.VERIFIED_NOW), (3, Reason.VERIFIED_NOW)):
+        assert check_calls(step, (torch.randn(rows, 2), torch.arange(rows))) == [reason]
+        assert cache[8].tolist() == [7.0, 7.0]
+
+
 def test_rows_that_are_written_by_a_mask_are_served() -> None:
     """An argument with rows holds its own padding, so that one row tells as much as many."""
     step = gd.graphed(lambda x: x.masked_fill_(x < 0, 0) + 1, dynamic={"x": 0}, sizes=[2], pad={"x": -1})

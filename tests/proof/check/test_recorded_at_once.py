@@ -75,6 +75,17 @@ def test_a_run_that_is_not_like_the_first_is_watched_closely(tmp_path: Path) -> 
     assert torch.equal(step(x[:4]), torch.tanh(x[:4] * 2) + 1)
 
 
+def test_a_call_that_is_not_like_the_first_has_the_next_one_watched(tmp_path: Path) -> None:
+    """The caller's own run is not made again; the next one is watched closely, and captured."""
+    flag = tmp_path / "flag"
+    step, x = step_of_flag(flag), torch.randn(8, 3)
+    step.prewarm(x, sizes=[8])
+    flag.write_text("more")
+    reasons = check_rows(step, *[4] * 4)
+    assert reasons[1:3] == [Reason.CAPTURE_WAITS, Reason.CAPTURED_NOW], reasons
+    assert step.captured_sizes == (4, 8)
+
+
 def test_an_error_of_a_recorded_run_is_the_callables(tmp_path: Path) -> None:
     """It is the reason why there is no graph of that size, as it would be from a run that is not recorded."""
     flag = tmp_path / "flag"

@@ -96,6 +96,14 @@ def test_what_is_written_is_compared_too(what: str) -> None:
     assert torch.equal(batches[1] if "argument" in what else total, expected)
 
 
+def test_a_number_among_outputs_is_compared() -> None:
+    """One that no guard sees change is the caller's all the same."""
+    hidden = Spy([1])
+    step = make(lambda x: (x * 2, hidden[0]))
+    for hidden[0], reason in ((1, Reason.CAPTURED_NOW), (2, Reason.OUTPUT_UNSUPPORTED)):
+        assert check_calls(step, torch.randn(4, 3)) == [reason]
+
+
 def test_rounding_has_its_remedy() -> None:
     """The graph of the same rows is to have the same bits; the reason says which tolerance serves others, and each that
     is given does, or no comparison."""

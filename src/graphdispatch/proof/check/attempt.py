@@ -216,8 +216,7 @@ class CaptureAttempt:
         is_plain = entry.mode is CUDAGraphMode.FULL and not leaves_effects
         if not (request.is_timed and request.backend.is_settled and is_plain):
             return
-        self.start_over("timing an eager run beside a replay")
-        self.runs_code = True
+        self.stage, self.runs_code = "timing an eager run beside a replay", True
         self.load()
         values, within = request.static_values(), copy_context().run  # nobody could unset a context variable
         eager_s = seconds_of(request, lambda: within(request.call, values))

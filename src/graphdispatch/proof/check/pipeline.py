@@ -267,22 +267,23 @@ def _note_call(attempt: CaptureAttempt, shown: Verification, metadata: ArgumentM
     if metadata.has_compared(request.values) or shown.operators.has_regions:
         metadata.note(request.values)
         return
-    attempt.start_over("running on the call's own arguments")
-    found = _run_of(attempt, request.values, request.arguments())
-    is_shown = found.is_like(shown.operators)
-    if not is_shown:  # runs that use other memory each time, as that of new arrays, are like no other
-        attempt.start_over("running on the call's own arguments again")
-        is_shown = not found.is_like(_run_of(attempt, request.values, request.arguments()))
+    stage, values, arguments = "running on the call's own arguments", request.values, request.arguments()
+    found = _run_of(attempt, stage, values, arguments)
+    # Runs that use other memory each time, as that of new arrays, are like no other.
+    is_shown = found.is_like(shown.operators) or not found.is_like(_run_of(attempt, stage, values, arguments))
     (metadata.note if is_shown else metadata.note_unlike)(request.values)
 
 
-def _run_of(attempt: CaptureAttempt, values: Sequence[Any], arguments: Sequence[torch.Tensor]) -> OperatorTrace:
+def _run_of(
+    attempt: CaptureAttempt, stage: str, values: Sequence[Any], arguments: Sequence[torch.Tensor]
+) -> OperatorTrace:
     """The operators of a run on these values, of which nothing stays."""
 
     def read(effects: EffectRecorder, output: Any) -> OperatorTrace:
         effects.note_outputs(output)
         return effects.dispatched
 
+    attempt.start_over(stage)
     return attempt.run_and_undo(attempt.request.call.in_new_containers(values), read, arguments)
 
 
@@ -291,8 +292,8 @@ def _check_gaps(attempt: CaptureAttempt, operators: OperatorTrace) -> None:
     memory, than for the static inputs. The eager run cannot tell: code may look whether a stream is captured."""
     request = attempt.request
     arguments = [copy_with_gaps(argument) for argument in request.arguments()]  # each in memory of its own
-    attempt.start_over("running on arguments with gaps in memory")
-    if not _run_of(attempt, request.values_with(arguments), arguments).is_like(operators):
+    stage = "running on arguments with gaps in memory"
+    if not _run_of(attempt, stage, request.values_with(arguments), arguments).is_like(operators):
         raise CaptureError(
             "the call does something else for an argument with gaps in memory than for one without; "
             "pass a contiguous one",
