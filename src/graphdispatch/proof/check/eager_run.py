@@ -368,7 +368,7 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             "tables out of the callable's reach, or in a tensor",
             Reason.STATE_UNSEEN,
         )
-    if getattr(parametrize, "_cache_enabled", 0):
+    if getattr(parametrize, "_cache_enabled", None):
         raise CaptureError(
             "parametrizations are cached (torch.nn.utils.parametrize.cached()), and a graph would go on reading the "
             "cached values; capture outside that block, for example with prewarm()",
