@@ -128,6 +128,13 @@ def test_a_generator_of_the_models_own_is_put_back() -> None:
     assert not _written(lambda s: s.clone().add_(1), torch.zeros(3)).may_leave_effects
 
 
+def test_memory_that_is_freed_or_moved_cannot_be_put_back() -> None:
+    """That of others, while a run may free what it has made."""
+    for free in (lambda s: s.untyped_storage().resize_(0), lambda s: s.share_memory_()):
+        assert _written(free, torch.ones(3)).given_up is not None
+    assert _written(lambda s: (s * 2).untyped_storage().resize_(4), torch.ones(3)).given_up is None
+
+
 def test_numbers_may_look_unwritten() -> None:
     """Bytes mark memory that nothing wrote, where the run made such; many numbers of one byte are alike."""
     numbers = torch.full((2,), 0x5B5B5B5B, dtype=torch.int32)

@@ -65,3 +65,21 @@ def test_code_that_makes_a_name_up_may_find_any_module(text: str) -> None:
     """Or it passes ``sys.modules`` on."""
     codes = [code := compile(text, "", "eval"), *(one for one in code.co_consts if isinstance(one, CodeType))]
     assert any(code_reads(code).finds_modules for code in codes)
+
+
+@pytest.mark.parametrize(
+    ("text", "compared"),
+    [("a is b", {"b"}), ("a is a.input", {"input"}), *((f"a is {one}", set()) for one in ("None", "len", "a.dtype"))],
+)
+def test_what_may_be_a_tensor_is_compared_by_identity(text: str, compared: set[str]) -> None:
+    """Not constants, builtins and types; an attribute may have a builtin's name."""
+    assert code_reads(compile(text, "", "eval")).compared == compared
+
+
+@pytest.mark.parametrize(
+    ("text", "reads_whole"),
+    [("a.format", True), ("a.format(b)", False), ("format(a)", False), ("format", False), ("getattr(a, 'b')", False)],
+)
+def test_a_method_that_is_kept_may_read_any_attribute(text: str, reads_whole: bool) -> None:
+    """Where it is called the text is heard of; and ``format`` of the builtins reads no attributes."""
+    assert code_reads(compile(text, "", "eval")).reads_whole is reads_whole

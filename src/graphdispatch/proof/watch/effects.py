@@ -477,7 +477,7 @@ class EffectRecorder(MemoryWatch):
         if not self.reserves_memory or value.dtype.itemsize == 1 or not is_strided(value):
             return None
         held = as_integers(value)
-        found = held == int.from_bytes(bytes([_UNWRITTEN]) * held.dtype.itemsize, "little", signed=True)
+        found = held == int.from_bytes(bytes([_UNWRITTEN]) * held.dtype.itemsize)
         found = found if held.dim() == value.dim() else found.all(-1)
         return found if bool(found.any()) else None
 
