@@ -106,6 +106,20 @@ def test_graphs_that_another_dtype_ended_are_gone_for_other_calls_too() -> None:
     assert "its graphs are gone, since the callable changed (" in step.explain(X.double())
 
 
+def test_numbers_of_rows_that_differ_are_named_with_what_to_do() -> None:
+    """An int stands for the first dimension that is named; with a name of its own, each number is padded by itself."""
+
+    def of_edges(x: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, edges * 3
+
+    batch = torch.randn(4, 3), torch.randn(12, 3)
+    step = graphed(of_edges, dynamic={"x": 0, "edges": {0: "edges"}}, sizes=(4, 16))
+    assert "name each number, as {0: 'nodes'}, {0: 'edges'}" in step.explain(*batch)
+    step = graphed(of_edges, dynamic={"x": {0: "nodes"}, "edges": {0: "edges"}}, sizes=(4,))
+    step.prewarm(*batch)
+    assert step.explain(*batch).startswith("FULL graph, 4 x 12 -> 4 x 16 rows")
+
+
 def test_a_cache_that_each_run_empties_is_named() -> None:
     """Its key is a tensor that the call makes, so that no other call finds it."""
 

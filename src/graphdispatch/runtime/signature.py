@@ -372,7 +372,8 @@ def refusal(
             extents.setdefault(what, {})[leaf.path if axis is ROWS else f"{leaf.path}[{dim}]"] = tensor.shape[dim]
     for what, found in extents.items():
         if len(set(found.values())) > 1:
-            return Refusal(Reason.ROWS_DISAGREE, f"arguments have different {what}: {found}")
+            remedy = "leave out of dynamic= what has no rows, or name each number, as {0: 'nodes'}, {0: 'edges'}"
+            return Refusal(Reason.ROWS_DISAGREE, f"arguments have different {what}: {found}; {remedy}")
     for leaf, value in zip(leaves, values, strict=True):
         if not _is_plain(value) and is_cache(value) and (advice := advice_for([value])):
             return Refusal(Reason.STATE_REBOUND, f"argument {leaf.path!r}: {advice}")
