@@ -1,6 +1,7 @@
 """How state is read: tables at one moment, and what lies beside it is no obstacle."""
 
 import copy
+import functools
 import itertools
 import random
 import threading
@@ -10,12 +11,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Annotated, Any, ClassVar
+from xml.etree import ElementTree
 
 import pytest
+import sympy
 import torch
 from torch import nn
 
 from graphdispatch import Reason
+from graphdispatch.proof.state import objects
 from graphdispatch.proof.state.walk import StateWalk
 from graphdispatch.runtime.attributes import content
 
@@ -83,6 +87,33 @@ def test_what_is_not_named_is_no_obstacle(name: str) -> None:
         check_rows(step, 4)
         holder.random.random()
     assert step.last_decision.reason is reason, step.last_decision
+
+
+ANSWERS: list[tuple[Callable[[Any], Any], Any, Any]] = [
+    (objects.role_of, ElementTree.Element, "opaque"),
+    (objects.role_of, type("Element", (), {}), "instance"),
+    (objects.hides, object.__eq__, True),
+    (objects.hides, float.__eq__, False),
+    (objects.hides, object.__init__, False),
+    (objects.slots_of, Box, {}),
+    (objects.is_library_code, sympy.__file__, True),
+]
+
+
+@pytest.mark.parametrize(("question", "of", "answer"), ANSWERS)
+def test_what_classes_functions_and_files_are(question: Callable[[Any], Any], of: Any, answer: Any) -> None:
+    """Their names alone make them nothing in particular."""
+    assert question(of) == answer
+
+
+def test_a_cache_holds_its_function_and_its_results() -> None:
+    """Each by itself, and not in the table that the cache writes."""
+    result = object()
+    cached = functools.lru_cache(fn := lambda _: result)
+    cached(0)
+    held = set(map(id, objects.referents(cached)))
+    assert {id(result), id(fn)} <= held
+    assert id(objects.results_of(cached)) not in held
 
 
 class Refusing(torch.Tensor):
