@@ -324,6 +324,17 @@ def test_an_example_whose_integers_point_into_it_is_cut(dynamic: dict[str, int])
     assert parents.tolist() == [3, 1, 2, 0]
 
 
+def test_lengths_in_an_example_stay_as_they_are_where_no_rows_mix() -> None:
+    """They may be smaller than its number of rows, and none would be a row of no elements."""
+
+    def last(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        place = (lengths - 1)[:, None, None].expand(-1, 1, x.shape[2])
+        return torch.linalg.qr(x)[0].gather(1, place)[:, 0]  # no rule says whether its rows mix
+
+    step = graphed(last, dynamic={"x": 0, "lengths": 0}, sizes=(1, 2, 4))
+    assert not step.prewarm(torch.randn(4, 3, 3), torch.tensor([3, 1, 2, 3])).left_out
+
+
 def test_an_example_that_leaves_gaps() -> None:
     """Batches that are made of it leave gaps in memory, too: code may read how far its rows lie apart."""
     for fn, is_served in ((lambda x: x * x.stride(0), False), (lambda x: x * 2, True)):

@@ -308,7 +308,8 @@ def _cut(group: GraphGroup, leaves: Sequence[Any], size: int) -> Sequence[Any]:
     """An example for a smaller size, in which integers point at no row that is gone: a device would stop at those. Only
     where rows mix integers may point at rows."""
     given, batch = group.signature.match(leaves), group.inputs.axes[:1]
-    if not batch or batch[0].of(size) >= batch[0].of(given) or not group.against_padding():
+    mixes = any(reason is Reason.ROWS_MIX for reason, _ in group.against_padding())
+    if not batch or batch[0].of(size) >= batch[0].of(given) or not mixes:
         return leaves
     return pointing_within(group.inputs, resized(group.inputs, leaves, size), batch[0].of(size), batch[0].of(given))
 
