@@ -129,10 +129,16 @@ def find_parts(group: "GraphGroup", rows: int, graph_of: Callable[[int], CUDAGra
         return f"more than {MOST_PARTS} of them, or longer than the longest"
     sizes = sorted({axes[0].of(size) for size in table.sizes}, reverse=True)
     found = [_parts_of(group, rows, counts, graph_of) for counts in _divisions(own[0], sizes)]
-    best = min((parts for parts in found if not isinstance(parts, str)), key=_expected_ms, default=None)
-    if best is None or len(best) == 1:
-        return found[0] if isinstance(found[0], str) and is_above else ""
-    parts, whole = Parts(group, rows, best), found[0]
+    whole, best, against = found[0], list[Part](), ""
+    for best in sorted((parts for parts in found if not isinstance(parts, str)), key=_expected_ms):
+        if len(best) == 1:  # whether that may serve the batch is not for the parts to say
+            return ""
+        if not (why := next(filter(None, (_objection(part.entry, rows, part.rows) for part in best)), "")):
+            break
+        against = against or why
+    else:
+        return (whole if isinstance(whole, str) else against) if is_above else ""
+    parts = Parts(group, rows, best)
     # A larger batch takes at least what the largest graph's takes, until three eager runs of it were timed.
     like = table.largest if gain is not None and is_above and not gain.times.is_sure(rows) else rows
     eager_s, ms = gain.times.expected_s(like) if gain is not None else None, _expected_ms(best)
@@ -164,7 +170,7 @@ def _divisions(rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def _parts_of(
     group: "GraphGroup", rows: int, counts: Sequence[int], graph_of: Callable[[int], CUDAGraphEntry | None]
 ) -> list[Part] | str:
-    """The parts of a batch, of so many rows each; or why a graph may not serve one."""
+    """The parts of a batch, of so many rows each; or why there are none."""
     parts, axes = list[Part](), group.inputs.axes
     lengths = lengths_of(axes, rows)[1:]
     for first, count in zip(accumulate(counts, initial=0), counts, strict=False):
@@ -173,8 +179,6 @@ def _parts_of(
         entry = graph_of(group.decide(pack(axes, (max(count, 2), *lengths))).size)
         if entry is None:
             return f"no graph is there for {part} rows"
-        if against := _objection(entry, rows, part):
-            return against
         if parts and entry.default_device != parts[0].entry.default_device:
             return "its graphs were captured under other default devices"
         parts.append(Part(entry, first, part))
