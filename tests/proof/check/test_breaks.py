@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from graphdispatch import CUDAGraphMode, Reason, eager_break, graphed, remove_eager_break
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
+from graphdispatch.native.tape import TAPE
 
+from ...behaviour.test_python_state import says_capturing
 from ...helpers import Spy, check_rows, in_threads, make
 
 ONE = BatchDescriptor(1)
@@ -110,6 +112,25 @@ def test_an_operator_breaks_by_name() -> None:
     finally:
         remove_eager_break("aten::cumsum", "aten::sin")
     assert names(lambda x: x.sin().cumsum(0) + 1, X) == []
+
+
+def test_an_operator_breaks_in_the_first_graph_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that the library starts then is none of the callable's."""
+    monkeypatch.setattr(TAPE, "_thread", None)
+    eager_break("aten::sin")
+    try:
+        step = make(lambda x: x.sin() + 1, sizes=(4,), mode="PIECEWISE")
+        step.prewarm(torch.randn(4, 3))
+        assert check_rows(step, 4) == [Reason.EXACT]
+    finally:
+        remove_eager_break("aten::sin")
+
+
+def test_what_the_code_does_while_somebody_captures_counts() -> None:
+    """In a prewarm the eager run does something else, so that it is no warm-up, and shows nothing of the rows."""
+    step = make(lambda x: double(x * 2 + (x.mean(0) * 0 if says_capturing() else 0)), sizes=(4,), mode="PIECEWISE")
+    step.prewarm(torch.randn(4, 3))
+    assert check_rows(step, 3) == [Reason.ROWS_MIX]
 
 
 def test_the_compiler_traces_through_a_mark() -> None:

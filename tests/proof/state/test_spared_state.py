@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from graphdispatch import Reason, graphed
 
-from ...helpers import check_rows
+from ...helpers import AT_ONCE, check_rows
 
 
 class Holder:
@@ -83,6 +83,22 @@ def test_what_code_may_come_to_is_spared(use: Callable[[Any, Tensor], Any], plac
     assert next(kept_by(model, place)) == 1
     assert not step.entries
     assert "nobody can" in step.explain(torch.ones(4, 3))
+
+
+class Full(Model):
+    """It uses the iterator for a full batch alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Twice the batch."""
+        return super().forward(x) if len(x) == 4 else x * 2
+
+
+def test_what_only_padding_comes_to_is_spared() -> None:
+    """The caller's own run does not come to it; no run behind that may."""
+    model = Full(lambda model, _: next(model.settings), "")
+    step = graphed(model, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    assert check_rows(step, 3) == [Reason.STATE_UNSEEN]
+    assert next(kept_by(model, "")) == 1
 
 
 def test_a_function_that_is_watched_meanwhile_is_no_state() -> None:

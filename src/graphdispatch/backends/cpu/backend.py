@@ -112,6 +112,7 @@ class CPUBackend(Backend):
             raise BackendError(f"pool must come from the CPU backend, got {pool!r}; make one with its make_pool()")
         if self.is_capturing():
             raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
+        TAPE.start()  # not where the callable runs, whose threads are watched
         return _CPUCapture(pool, self)
 
     @done_by_core
@@ -223,7 +224,6 @@ class CPUGraph(Graph):
         self.outputs, self.arena, self._memory = outputs, arena, memory
         self.tape: Any = None
         """What runs the steps with ``replay()``, or None until there is such a thing."""
-        TAPE.start()
         if TAPE.module is not None:
             self._make_tape(TAPE.module, steps)
 
