@@ -335,6 +335,19 @@ def test_lengths_in_an_example_stay_as_they_are_where_no_rows_mix() -> None:
     assert not step.prewarm(torch.randn(4, 3, 3), torch.tensor([3, 1, 2, 3])).left_out
 
 
+def test_lengths_in_an_example_are_cut_with_its_sequence() -> None:
+    """Else they would name elements that are gone."""
+
+    def last(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return x.gather(1, (lengths - 1)[:, None])
+
+    dynamic = {"x": {0: "batch", 1: gd.Dim("length", sizes=(4, 8))}, "lengths": {0: "batch"}}
+    step = graphed(last, dynamic=dynamic, pad={"lengths": 1}, sizes=(1, 2))
+    assert not step.prewarm(torch.randn(2, 8), torch.tensor([8, 3])).left_out
+    check_calls(step, (torch.randn(2, 3), torch.tensor([3, 1])), (torch.randn(1, 7), torch.tensor([7])))
+    assert step.stats.hits == 2
+
+
 def test_an_example_that_leaves_gaps() -> None:
     """Batches that are made of it leave gaps in memory, too: code may read how far its rows lie apart."""
     for fn, is_served in ((lambda x: x * x.stride(0), False), (lambda x: x * 2, True)):

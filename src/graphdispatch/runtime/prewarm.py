@@ -15,7 +15,7 @@ from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchErro
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..showing import html_table, shortened, without_numbers
-from ..sizes import lengths_of, pack
+from ..sizes import Axis, lengths_of, pack
 from .cache import GraphCache
 from .decide import Decision, SizeTable
 from .entry import CUDAGraphEntry
@@ -305,9 +305,10 @@ class _Prewarm:
 
 
 def _cut(group: GraphGroup, leaves: Sequence[Any], size: int) -> Sequence[Any]:
-    """An example for a smaller size, in which integers point at no row that is gone: a device would stop at those. Only
-    where rows mix integers may point at rows."""
+    """An example for a smaller size, in which integers name no element and point at no row that is gone: a device would
+    stop at those. Only where rows mix integers may point at rows."""
     given, batch = group.signature.match(leaves), group.inputs.axes[:1]
+    leaves = _within(group, list(leaves), size, given, group.inputs.axes[1:]) or leaves
     mixes = any(reason is Reason.ROWS_MIX for reason, _ in group.against_padding())
     if not batch or batch[0].of(size) >= batch[0].of(given) or not mixes:
         return leaves
@@ -409,10 +410,12 @@ def _compare_padded(
     return None
 
 
-def _within(group: GraphGroup, values: list[Any], rows: int, size: int) -> list[Any] | None:
-    """A batch that was cut from an example for a graph of ``size``, with integers that name elements within it; None
-    where there is no such batch: a length of no elements, made of one, would say something else."""
-    shorter = [axis for axis in group.inputs.axes if axis.of(rows) != axis.of(size)]
+def _within(
+    group: GraphGroup, values: list[Any], rows: int, size: int, axes: Sequence[Axis] | None = None
+) -> list[Any] | None:
+    """A batch that was cut from one of ``size`` along these axes (None: all), with integers that name elements within
+    it; None where there is no such batch: a length of no elements, made of one, would say something else."""
+    shorter = [axis for axis in (group.inputs.axes if axes is None else axes) if axis.of(rows) < axis.of(size)]
     most = largest_within(group.inputs.specs, rows, shorter)
     if 0 in most.values():
         return None
