@@ -303,3 +303,19 @@ def test_integers_that_may_point_at_rows_that_are_gone_point_at_others(
     inputs, values = StaticInputs([spec(0, Pad.zero()), places], 8), [torch.ones(left, 3), torch.tensor(cut)]
     assert pointing_within(inputs, values, left, 6)[1].tolist() == found
     assert values[1].tolist() == cut
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "shift", "found"),
+    [
+        ([0, 2, 4], 5, 0, [0, 2, 4, 4, 4]),
+        ([0, 2, 4], 4, 1, [2, 4, 4, 4]),
+        ([0, 2, 4], 3, 1, [2, 4, 0]),
+        ([0, 2, 2], 5, 0, [0, 2, 2, 2, 2]),
+        ([0, 2, 1], 5, 0, [0, 2, 1, 0, 2]),
+    ],
+)
+def test_offsets_in_an_example_do_not_fall(given: list[int], rows: int, shift: int, found: list[int]) -> None:
+    """Else bags of a longer batch would begin behind their end, and torch would read what is not theirs."""
+    offsets = InputSpec("offsets", 0, (0,), (0,), torch.int64, CPU, ((0, ROWS),), (Pad.zero(),))
+    assert offsets.repeated(torch.tensor(given), rows, shift).tolist() == found

@@ -97,10 +97,12 @@ class InputSpec:
     ) -> torch.Tensor:
         """The rows of a tensor in turn, from row ``shift`` on, until there are ``rows`` of them; along the axes that it
         ``keeps`` from the first element on. They lie in memory in the argument's order; ``gaps``: with gaps between
-        them."""
+        them. Integers that rise, as offsets, do not fall again: the last one is repeated."""
+        rises = self.is_integer and tensor.dim() == 1 and bool((tensor[1:] >= tensor[:-1]).all())
         for dim, axis in self.spans:
-            first = 0 if axis in keeps else shift
-            index = (torch.arange(axis.of(rows), device=tensor.device) + first) % tensor.shape[dim]
+            first, count = 0 if axis in keeps else shift, tensor.shape[dim]
+            index = torch.arange(axis.of(rows), device=tensor.device) + first
+            index = index.clamp(max=count - 1) if rises and axis.of(rows) > count else index % count
             tensor = tensor.index_select(dim, index)  # which forgets the order in memory
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         ordered = tensor.permute(self.order)
