@@ -122,6 +122,16 @@ def test_an_answer_is_given_back_beside_an_argument_that_is_written(outputs: str
 
 
 ONE = torch.ones(1)
+
+
+def test_a_dimension_follows_what_explains_each_of_its_sizes() -> None:
+    """Its size may be a multiple of another length by chance."""
+    axes = axes_of(["batch", "seq"])
+    (rows, tree), *others = ((pack(axes, shape), torch.empty(shape)) for shape in ((4, 16), (3, 16), (4, 13)))
+    rule = learn_output_rule(axes, tree, rows, others)
+    assert rule.follows == (((0, 1, axes[0]), (1, 1, axes[1])),)
+
+
 CHANGED = [(3, 4), (3, 3.0), (0.0, -0.0), (object(), object()), ([1], [1, 1]), (ONE, 1), ({"a": [ONE]}, {"b": [ONE]})]
 
 
@@ -132,6 +142,7 @@ def test_changed_values_are_refused(eager: Any, graph: Any) -> None:
         check_values(eager, graph)
     assert caught.value.reason is Reason.OUTPUT_UNSUPPORTED
     assert "\n" not in str(caught.value)
+    assert "None instead of None" not in str(caught.value)
     shared = object()
     check_values((1, "a", None, shared, float("nan")), (1, "a", None, shared, float("nan")))
 
