@@ -55,7 +55,18 @@ TABLE: dict[str, list[str]] = {
         "tests/api/test_training.py",
         "tests/native/test_guard.py",
     ],
-    "proof/watch": [*_CAPTURE, "tests/backends"],
+    "proof/watch/bytecode": [
+        *("tests/proof/state/test_instructions.py", "tests/proof/state/test_identity.py"),
+        *("tests/proof/state/test_made_names.py", "tests/proof/state"),
+    ],
+    "proof/watch/trace": [
+        *("tests/behaviour/test_python_state.py", "tests/proof/state", "tests/audit/test_audit.py"),
+        "tests/backends/test_compiled.py",
+    ],
+    "proof/watch": [
+        *("tests/proof/check/test_operator_trace.py", "tests/proof/check/test_effects.py"),
+        *("tests/runtime/test_workspaces.py", "tests/backends/test_host_reads.py", *_CAPTURE, "tests/backends"),
+    ],
     "runtime": [
         "tests/runtime",
         "tests/proof/state/test_shared_state.py",
