@@ -65,7 +65,7 @@ TABLE: dict[str, list[str]] = {
     ],
     "proof/watch": [
         *("tests/proof/check/test_operator_trace.py", "tests/proof/check/test_effects.py"),
-        *("tests/runtime/test_workspaces.py", "tests/backends/test_host_reads.py", *_CAPTURE, "tests/backends"),
+        *("tests/runtime/test_memory.py", "tests/backends/test_host_reads.py", *_CAPTURE, "tests/backends"),
     ],
     "runtime": [
         "tests/runtime",
