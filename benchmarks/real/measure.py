@@ -123,7 +123,7 @@ def _once_prewarmed(program: Program, figures: Figures) -> None:
 
 
 def _commonest(reasons: "Counter[str]") -> str:
-    eager = Counter({k: n for k, n in reasons.items() if k not in (*_WARM, "exact", "padded")})
+    eager = Counter({k: n for k, n in reasons.items() if k not in (*_WARM, "exact", "padded", "in_parts")})
     return eager.most_common(1)[0][0] if eager else ""
 
 
