@@ -10,7 +10,7 @@ from ..showing import count, milliseconds, rows_text
 from .decide import Decision
 from .entry import CUDAGraphEntry
 from .graph_set import GraphSet
-from .group import GraphGroup
+from .group import GraphGroup, Hit
 from .parts import Parts, find_parts
 
 _AGAINST_LOSS = "put more of the work into the call"
@@ -62,19 +62,21 @@ def choose(graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], matched: 
     reason, detail = _against_replay(graphs, group, leaves, decision.rows, entry)
     if reason is None:
         return _in_parts(group, choice._replace(decision=decision._replace(mode=entry.mode)))
-    choice = choice.not_served(reason, detail)
-    return _in_parts(group, choice) if reason is Reason.NO_GAIN else choice
+    return choice.not_served(reason, detail)
 
 
 def _in_parts(group: GraphGroup, choice: Choice) -> Choice:
-    """The choice to serve a batch in parts, where no graph can serve it alone or parts take less time; else as it
-    was."""
-    decision, graph_of = choice.decision, group.current if choice.entry is None else group.latest
-    found = find_parts(group, choice.matched, graph_of)
-    if isinstance(found, Parts):
-        if found.entry.is_current() and found.may_serve(choice.leaves) and found.entry.fits_modes():
-            return choice._replace(decision=found.decision, entry=found.entry, size=0, parts=found)
-        found = "the call is unlike those that were compared, or a mode is active"
+    """The choice to serve a batch in parts, where no graph can serve it alone or hits are made so; else as it was."""
+    decision, found = choice.decision, "the call is unlike those that were compared, or a mode is active"
+    if choice.entry is None:
+        parts = find_parts(group, choice.matched, group.current)
+    else:
+        hit = group.hits.get(choice.matched)
+        parts = hit.plan if isinstance(hit, Hit) and isinstance(hit.plan, Parts) else ""
+    if isinstance(parts, str):
+        found = parts
+    elif parts.entry.is_current() and parts.may_serve(choice.leaves) and parts.entry.fits_modes():
+        return choice._replace(decision=parts.decision, entry=parts.entry, size=0, parts=parts)
     if not found or not decision.is_eager:
         return choice
     return choice._replace(decision=decision._replace(detail=f"{decision.detail}; not in parts: {found}"))

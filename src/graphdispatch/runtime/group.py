@@ -16,7 +16,7 @@ from .admission import Failure, Quarantine, Work
 from .decide import Decision, SizeTable, descriptor_of
 from .entry import CUDAGraphEntry
 from .flatten import FlatCall
-from .gain import GainJudge
+from .gain import ENOUGH, GainJudge
 from .parts import Parts, find_parts
 from .protocols import Guard, PerCall
 from .replay import ReplayPlan
@@ -360,7 +360,9 @@ class GraphGroup:
         if len(self.eager) >= _MOST_HITS:
             self.eager.clear()
         stays = self.eager.setdefault(rows, StayEager(decision, self, matched=rows, size=size))
-        if decision.reason is not Reason.NO_GAIN:  # which says nothing of other batches
+        if decision.reason is Reason.NO_GAIN:  # which says nothing of other batches, and is sure after as many runs
+            stays.times = max(stays.times, _ALL_LOOKED_AT - ENOUGH)
+        else:
             self.looks[decision.reason] += 1
             stays.times = max(stays.times, min(self.looks[decision.reason] - 1, _MOST_OF_OTHERS))
         may_serve = decision.reason in (Reason.NO_GAIN, Reason.CAPTURE_WAITS)  # a graph, once it is known to be faster
