@@ -14,6 +14,7 @@ from graphdispatch import FallbackError, Graphed, Reason
 from graphdispatch.runtime.gain import EagerTimes
 
 from ..helpers import assert_same, check_rows, make
+from .test_stay_eager import Looks
 
 check = partial(check_rows, rtol=1e-5, atol=1e-6)
 """Calls whose answers are near eager's."""
@@ -113,6 +114,7 @@ def timed(step: Graphed[..., Any], eager_ms: dict[int, float], replay_ms: dict[i
     for group in step._server.graphs.groups.values():
         assert group.gain is not None
         group.hits.clear()
+        group.eager.clear()
         group.gain.times = EagerTimes()
         for rows, ms in eager_ms.items():
             for _ in range(3):  # then it is sure
@@ -158,6 +160,16 @@ def test_a_larger_batch_runs_eagerly_until_that_is_timed() -> None:
     assert check(step, 12) == [Reason.IN_PARTS]
     timed(step, {4: 9.0, 8: 10.0}, {4: 2.0, 8: 4.0})
     assert check(step, 12) == [Reason.IN_PARTS]
+
+
+def test_a_batch_that_its_graph_slows_is_not_looked_at_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times show it before such a batch comes; then its own runs are timed, and it is looked at."""
+    step = judged(model_of(nn.GELU()), {4: 1.0, 8: 2.0}, {4: 4.0, 8: 8.0})
+    for entry in step.entries:
+        entry.times = 3
+    looks = Looks(step, monkeypatch)
+    assert check(step, *[5] * 9) == [Reason.NO_GAIN] * 9
+    assert looks.count == 1
 
 
 def test_parts_that_are_slower_than_eager_are_not_made() -> None:

@@ -6,15 +6,12 @@ from typing import Any, NamedTuple
 
 from ..modes import EntryState
 from ..reasons import Reason
-from ..showing import count, milliseconds, rows_text
+from ..showing import count
 from .decide import Decision
 from .entry import CUDAGraphEntry
 from .graph_set import GraphSet
 from .group import GraphGroup, Hit
 from .parts import Parts, find_parts
-
-_AGAINST_LOSS = "put more of the work into the call"
-_AGAINST_PADDING = "have a size nearer to it (sizes=)"
 
 
 class Choice(NamedTuple):
@@ -156,10 +153,8 @@ def _against_replay(
     if (clash := entry.plan(rows).clash(leaves)) is not None:
         return Reason.ALIASED_ARGUMENTS, clash
     gain = group.gain if group.gain is not None and rows not in group.gain.in_doubt else None
-    if gain is not None and (loss := gain.loss(entry, rows)) is not None:
-        times = f"the graph of {entry.size} takes {milliseconds(loss.replay_ms)}, and an eager run of {rows_text(rows)}"
-        remedy = _AGAINST_LOSS if rows == entry.size else _AGAINST_PADDING
-        return Reason.NO_GAIN, f"{times} {milliseconds(loss.eager_ms)}; {remedy}"
+    if gain is not None and (loss := gain.loss(entry, rows)):
+        return Reason.NO_GAIN, loss
     try:
         verdict = entry.licence.verdict(entry, leaves, rows)
     except RuntimeError as error:  # it may look at batches on the device

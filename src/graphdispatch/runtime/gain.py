@@ -9,7 +9,7 @@ from typing import Any
 
 from ..backends.base import Backend, Stopwatch
 from ..errors import GraphDispatchError, error_of_signal
-from ..showing import milliseconds
+from ..showing import milliseconds, rows_text
 from ..sizes import cells_of
 from ..stats import Gain
 from .entry import CUDAGraphEntry
@@ -22,6 +22,10 @@ ENOUGH, _ENOUGH_RUNS = 3, 3
 _MOST_RUNS, _MOST_ROWS = 8, 4096
 _LEAST_RATIO, _MAY_LOSE = 1.05, 0.9
 _LEAST_LOSS_MS, _LEAST_LOSS_OF_SHORT_MS, _SHORTEST_MS = 0.025, 0.1, 0.1
+
+
+_AGAINST_LOSS = "put more of the work into the call"
+_AGAINST_PADDING = "have a size nearer to it (sizes=)"
 
 
 def is_loss(gain: Gain) -> bool:
@@ -104,10 +108,19 @@ class GainJudge:
         eager_s = self.times.expected_s(rows)
         return None if eager_s is None or entry.replay_ms == math.inf else Gain(eager_s * 1e3, entry.replay_ms)
 
-    def loss(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
-        """The same where the graph is clearly slower for this batch, as padding can make it; else None."""
+    def loss(self, entry: CUDAGraphEntry, rows: int) -> str:
+        """What both take where the graph is clearly slower for this batch, as padding can make it, with a remedy; else
+        empty."""
         gain = self.of(entry, rows)
-        return gain if gain is not None and is_loss(gain) else None
+        if gain is None or not is_loss(gain):
+            return ""
+        times = f"the graph of {entry.size} takes {milliseconds(gain.replay_ms)}, and an eager run of {rows_text(rows)}"
+        remedy = _AGAINST_LOSS if rows == entry.size else _AGAINST_PADDING
+        return f"{times} {milliseconds(gain.eager_ms)}; {remedy}"
+
+    def sure_loss(self, entry: CUDAGraphEntry, rows: int) -> str:
+        """The same, where as many replays were timed as hits want."""
+        return self.loss(entry, rows) if _replays(entry) >= ENOUGH else ""
 
     def may_hit(self, entry: CUDAGraphEntry, rows: int) -> bool:
         """Whether calls of such a batch may be hits, which are not timed: the graph is clearly faster; or enough

@@ -16,7 +16,7 @@ from .admission import Failure, Quarantine, Work
 from .decide import Decision, SizeTable, descriptor_of
 from .entry import CUDAGraphEntry
 from .flatten import FlatCall
-from .gain import ENOUGH, GainJudge
+from .gain import GainJudge
 from .parts import Parts, find_parts
 from .protocols import Guard, PerCall
 from .replay import ReplayPlan
@@ -305,9 +305,9 @@ class GraphGroup:
         pads = table.pads and table.min_batch_of(size) != size
         return self.signature.has_rows and (pads or len(table.sizes) > 1)
 
-    def make_hit(self, rows: int) -> Hit | None:
-        """The hit of calls of ``rows`` rows, if a graph may serve them by hits; needs no lock. None is made where a
-        capture would take what that does for operators of its own."""
+    def make_hit(self, rows: int) -> Hit | StayEager | None:
+        """The hit of calls of ``rows`` rows, if a graph may serve them by hits, or that they run eagerly, if the graph
+        is slower; needs no lock. None is made where a capture would take what that does for operators of its own."""
         if rows < 0 or self.backend.is_watched():
             return None
         parts = find_parts(self, rows, self.latest)
@@ -319,7 +319,7 @@ class GraphGroup:
             return None
         entry = entries[0]
         if self.gain is not None and not self.gain.may_hit(entry, decision.rows):
-            return None
+            return self._stay_where_slower(self.gain.sure_loss(entry, decision.rows), decision, rows)
         per_call = entry.per_call(decision.rows)
         return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard, per_call)
 
@@ -334,6 +334,14 @@ class GraphGroup:
         is_single = 1 in (size.lengths if isinstance(size, Extents) else (size,))
         return Work.FURTHER if self.entries and not is_single else Work.FIRST
 
+    def _stay_where_slower(self, loss: str, decision: Decision, rows: int) -> StayEager | None:
+        """What the first calls of a batch find whose graph is slower than eager, so that they need not be looked at."""
+        before = self.eager.get(rows)
+        if not loss or (before is not None and before.decision.reason is Reason.NO_GAIN):
+            return None
+        self.eager.pop(rows, None)
+        return self._stay(Reason.NO_GAIN, loss, decision, rows, Countdown(_ALL_LOOKED_AT))
+
     def wait_like_others(self, rows: int) -> StayEager | None:
         """What a call of ``rows`` rows finds where the first capture of all waits for time, so that no other batch need
         be looked at either; needs no lock."""
@@ -343,9 +351,12 @@ class GraphGroup:
         decision = self.decide(rows)
         if decision.is_eager:
             return None
-        eager = Decision.eager(Reason.CAPTURE_WAITS, decision.rows, other.decision.detail)
-        timed_in = self if self._timer(decision.rows) is not None else None
-        stays = StayEager(eager, self, timed_in, matched=rows, size=decision.size, countdown=self.until_time)
+        return self._stay(Reason.CAPTURE_WAITS, other.decision.detail, decision, rows, self.until_time)
+
+    def _stay(self, reason: Reason, detail: str, decision: Decision, rows: int, countdown: Countdown) -> StayEager:
+        """What calls of a batch find that was not looked at yet."""
+        eager, timed_in = Decision.eager(reason, decision.rows, detail), self._timed_in(decision.rows)
+        stays = StayEager(eager, self, timed_in, matched=rows, size=decision.size, countdown=countdown)
         return self.eager.setdefault(rows, stays)
 
     def stay_eager(self, rows: int, size: int, decision: Decision, most: float) -> None:
@@ -360,13 +371,11 @@ class GraphGroup:
         if len(self.eager) >= _MOST_HITS:
             self.eager.clear()
         stays = self.eager.setdefault(rows, StayEager(decision, self, matched=rows, size=size))
-        if decision.reason is Reason.NO_GAIN:  # which says nothing of other batches, and is sure after as many runs
-            stays.times = max(stays.times, _ALL_LOOKED_AT - ENOUGH)
-        else:
+        if decision.reason is not Reason.NO_GAIN:  # which says nothing of other batches
             self.looks[decision.reason] += 1
             stays.times = max(stays.times, min(self.looks[decision.reason] - 1, _MOST_OF_OTHERS))
         may_serve = decision.reason in (Reason.NO_GAIN, Reason.CAPTURE_WAITS)  # a graph, once it is known to be faster
-        stays.timed_in = self if may_serve and self._timer(decision.rows) is not None else None
+        stays.timed_in = self._timed_in(decision.rows) if may_serve else None
         waits = decision.reason is Reason.CAPTURE_WAITS
         if waits is not (stays.countdown is self.until_time):
             stays.countdown = self.until_time if waits else Countdown()
@@ -391,6 +400,10 @@ class GraphGroup:
         """The callable, such that what it takes for a batch is noted, if that is of interest. Needs no lock."""
         timer = self._timer(rows)
         return fn if timer is None else timer.timed(fn, rows)
+
+    def _timed_in(self, rows: int) -> "GraphGroup | None":
+        """The group, while it wants to know what an eager run of such a batch takes."""
+        return self if self._timer(rows) is not None else None
 
     def _timer(self, rows: int) -> GainJudge | None:
         """Who wants to know what an eager run of such a batch takes."""
