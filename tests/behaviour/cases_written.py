@@ -259,7 +259,7 @@ write("deque")(lambda: deque([9]), lambda o, _: o.append(1), list)
 write("numpy_writes", row=True)(lambda: np.zeros(3, dtype=np.float32), lambda o, _: o.__iadd__(3.0))
 write("entry of an array", reason=Reason.STATE_UNSEEN)(lambda: np.array([0], dtype=object), count)
 write("shape of an array")(
-    lambda: np.zeros((1, 1024)), lambda o, _: setattr(o, "shape", (2 * o.shape[0], -1)), np.shape
+    lambda: np.zeros((1, 1024)), lambda o, _: setattr(o, "shape", (2 * o.shape[0] % 2047, -1)), np.shape
 )
 
 

@@ -285,6 +285,19 @@ def test_most_calls_are_not_looked_at(name: str, in_python: bool, monkeypatch: p
     assert Counter(step.stats.rows) - rows == Counter(case.rows)
 
 
+@pytest.mark.parametrize("in_python", [False, True])
+def test_what_stays_eager_does_so_behind_other_calls(in_python: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of another signature in between change nothing."""
+    if in_python:
+        serve_in_python(monkeypatch)
+    step = graphed(unsafe, dynamic={"x": 0}, sizes=(4,))
+    check_rows(step, *[4] * 40)
+    check_rows(step, 4, width=5)
+    looks = Looks(step, monkeypatch)
+    assert check_rows(step, 4) == [Reason.CAPTURE_UNSAFE]
+    assert looks.count == 0
+
+
 def test_a_size_that_failed_is_tried_again_in_time() -> None:
     """What could not be captured is captured once it can be, after as many calls as the quarantine says."""
     is_bad = [True]

@@ -119,6 +119,8 @@ class Server:
             values = [values[place] for place in call.order]
         leaves = values if call.is_flat else call.flatten(values)
         rows = group.signature.match(leaves) if leaves is not None else NO_MATCH
+        if rows == NO_MATCH and call.is_flat:
+            group, rows = _other_match(groups, values)
         if leaves is None or rows == NO_MATCH:
             return self.serve_unmatched(route, args, kwargs)
         hit = group.hits[rows]
@@ -523,6 +525,12 @@ class _WithoutGradients(torch.no_grad):
                 "graphdispatch: this call runs without gradients, since none of its arguments requires one and no "
                 "module trains; differentiate within torch.enable_grad() inside of the callable"
             )
+
+
+def _other_match(groups: Sequence[GraphGroup], values: Sequence[Any]) -> tuple[GraphGroup, int]:
+    """The first of the groups behind the first that such a call fits, and its rows there. All its values are leaves."""
+    flat = ((group, group.signature.match(values)) for group in groups[1:] if group.call.is_flat)
+    return next(((group, rows) for group, rows in flat if rows >= 0), (groups[0], NO_MATCH))
 
 
 def _trains(module: nn.Module) -> bool:
