@@ -323,19 +323,26 @@ def test_a_prewarm_uses_up_nothing() -> None:
     assert not service.has_time(Work.FIRST)
 
 
-def test_what_a_first_run_kept_a_prewarm_from_does_not_wait() -> None:
-    """As many captures are made at once as it could not make, until one fails once more."""
+def test_what_a_first_run_kept_a_prewarm_from_waits_for_little() -> None:
+    """As many captures are made as it could not make, once calls have taken as long as that; until one fails once
+    more."""
     service = Service()
     service.call(1)
-    refused = SimpleNamespace(entry=None, reason=Reason.STATE_REBOUND)
+
+    def refused() -> Any:
+        service.now += 8 * MS
+        return SimpleNamespace(entry=None, reason=Reason.STATE_REBOUND)
+
     for _ in range(3):
-        service.budget.learn(lambda: refused)
+        service.budget.learn(refused)
+    assert not service.has_time(Work.FIRST, is_doubtful=True)
+    service.call(2)
     assert service.has_time(Work.FIRST, is_doubtful=True)
     service.capture(1.0)
     assert service.has_time(Work.FURTHER)
     service.capture(1.0, is_good=False)
     assert not service.has_time(Work.FURTHER)
-    service.budget.learn(lambda: refused)
+    service.budget.learn(refused)
     assert service.has_time(Work.FURTHER)
 
     def slow() -> Any:

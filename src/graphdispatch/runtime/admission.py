@@ -154,7 +154,8 @@ class CaptureBudget:
 
     Captures that fail have an account of their own, of a quarter of the share: they use up nothing that others need.
     Where all have failed so far, the next one waits for time in both accounts, since it may succeed. Those that a
-    prewarm could not make since the first run of a callable sets it up do not wait, until one fails once more.
+    prewarm could not make since the first run of a callable sets it up wait until calls have taken as long as that try,
+    and no longer, until one fails once more.
 
     Used with the server's lock held, but for ``note_eager``, which may lose a call of another thread.
 
@@ -187,7 +188,7 @@ class CaptureBudget:
         self._at_once = 0
         """So many more comparisons belong to the latest capture."""
         self._owed = 0
-        """So many more captures need not wait: those of a prewarm that the first run of the callable prevented."""
+        """So many more captures wait for little: those of a prewarm that the first run of the callable prevented."""
 
     def calls_until_time(self, work: Work = Work.FIRST, calls: int = 0, *, is_doubtful: bool = False) -> float:
         """After about how many more calls like this one there is time for it, as far as all run eagerly. There is now
@@ -199,8 +200,10 @@ class CaptureBudget:
             is_doubtful: Whether captures of such calls have only failed so far. The next one may fail, too, or not.
         """
         is_comparison = work is Work.COMPARISON
-        if self.share is None or (self._at_once if is_comparison else self._owed) > 0:
+        if self.share is None or (is_comparison and self._at_once > 0):
             return 0
+        if self._owed > 0 and not is_comparison:
+            return _quotient(self._failure_s - self._served_s, self._later_s)
         expected_s, share_s, each_s = self._expected_s(work), self.share * self._served_s, self.share * self._later_s
         lacking = 0.0 if is_comparison or self._is_short(work) else _quotient(expected_s, self._saving_s) - calls
         if self._took_s:
