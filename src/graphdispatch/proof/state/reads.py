@@ -491,7 +491,7 @@ class StateReads(Traversal):
         return is_whole or issubclass(kind, _WRAPPERS)
 
     def _runs(self, fn: types.FunctionType) -> bool:
-        """Whether its code ran, or any may have; or code may take it apart."""
+        """Whether its code ran, or any may have; or code may take it to pieces."""
         may_run = not self._is_traced or self._all or not _HELD_BY_FUNCTIONS.isdisjoint(self._names)
         return may_run or id(fn.__code__) in self._notes.codes
 
