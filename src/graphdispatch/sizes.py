@@ -57,7 +57,7 @@ def axes_of(names: Sequence[str]) -> tuple[Axis, ...]:
 
 def lengths_of(axes: Sequence[Axis], number: int) -> tuple[int, ...]:
     """The extents of a batch, one for each axis."""
-    return tuple(axis.of(number) for axis in axes)
+    return tuple([number >> axis.shift & axis.mask for axis in axes])
 
 
 def extents_text(axes: Sequence[Axis], number: int) -> str:

@@ -1,5 +1,6 @@
 """What to do with a batch, and why: the decision, and the table of capture sizes that makes it."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -110,6 +111,10 @@ class SizeTable:
         self.sizes = tuple(sorted(numbers))
         """The numbers of the capture sizes, increasing."""
         self._by_cells = sorted(self.sizes, key=cells_of) if self._has_axes else self.sizes
+        self.extents = [sorted({axis.of(size) for size in self.sizes}) for axis in self.axes]
+        """The extents of the sizes along each axis, increasing."""
+        self.largest = pack(self.axes, [along[-1] for along in self.extents]) if self.sizes else 0
+        """The largest size of each axis; 0 without sizes."""
         self.mode = mode
         self.fixed = Decision(mode, BatchDescriptor(1), 1, Reason.EXACT, 1)
         """The decision for calls without a batch dimension."""
@@ -134,12 +139,6 @@ class SizeTable:
     def points(self) -> tuple[Any, ...]:
         """The sizes as the user gave them: rows, or combinations of lengths; increasing."""
         return tuple(sorted(map(self._lengths, self.sizes))) if self._has_axes else self.sizes
-
-    @property
-    def largest(self) -> int:
-        """The largest size of each axis; 0 without sizes."""
-        lengths = map(self._lengths, self.sizes)
-        return pack(self.axes, list(map(max, zip(*lengths, strict=True)))) if self.sizes else 0
 
     def number_of(self, size: Any) -> int:
         """The number of a size that the user named. Raises ``ConfigError`` for one that is not captured here."""
@@ -170,11 +169,8 @@ class SizeTable:
 
         With several axes, a batch that needs it along each of them, by a little.
         """
-        columns = zip(*map(self._lengths, self.sizes), strict=True) if self.sizes else [()] * len(self.axes)
-        below = zip(self._lengths(size), columns, strict=True)
-        return pack(
-            self.axes, [1 + max((other for other in column if other < own), default=0) for own, column in below]
-        )
+        own = zip(self._lengths(size), self.extents, strict=True)
+        return pack(self.axes, [1 + [0, *along][bisect_left(along, extent)] for extent, along in own])
 
     def _lengths(self, number: int) -> tuple[int, ...]:
         return lengths_of(self.axes, number)
@@ -182,13 +178,22 @@ class SizeTable:
     def _covers(self, size: int, batch: int) -> bool:
         return all(axis.of(batch) <= axis.of(size) for axis in self.axes)
 
+    def _size_for(self, batch: int) -> int | None:
+        """The smallest size that has room for a batch; None if there is none."""
+        own = zip(self._lengths(batch), self.extents, strict=True)
+        nearest = [[*along, 0][bisect_left(along, extent)] for extent, along in own]
+        if not all(nearest):
+            return None
+        size = pack(self.axes, nearest)  # where there is one for each combination of extents, it is among them
+        return size if size in self.sizes else next((one for one in self._by_cells if self._covers(one, batch)), None)
+
     def _decide(self, rows: int) -> Decision:
         batch = pack(self.axes, self._lengths(rows))
         if not self.sizes:
             return Decision.eager(Reason.DISABLED, batch)
         if not all(self._lengths(batch)):
             return Decision.eager(Reason.NO_ROWS)
-        size = next((size for size in self._by_cells if self._covers(size, batch)), None) if batch > 0 else None
+        size = self._size_for(batch) if batch > 0 else None
         if size is None:
             return Decision.eager(Reason.ABOVE_LARGEST_SIZE, batch, self._about_larger(batch))
         if batch != size and not self.pads:

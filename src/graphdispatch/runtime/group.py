@@ -327,6 +327,10 @@ class GraphGroup:
         """The graph of a size that served last, or was captured last; hits look whether it is current."""
         return next(iter(self.entries.get(size, ())), None)
 
+    def shortest_ms(self) -> float:
+        """What the fastest of its graphs takes, in milliseconds; infinite if none was timed."""
+        return min((entry.replay_ms for entries in self.entries.values() for entry in entries), default=math.inf)
+
     def work_for(self, entry: CUDAGraphEntry | None, size: int) -> Work:
         """What a call would pay for that compares this entry, or captures one of ``size`` where there is none."""
         if entry is not None:

@@ -124,11 +124,18 @@ def find_parts(group: "GraphGroup", rows: int, graph_of: Callable[[int], CUDAGra
     if not group.route.serves_parts or not (is_above or (gain is not None and decision.reason is Reason.PADDED)):
         return ""
     axes, rows = group.inputs.axes, decision.rows
+    # A larger batch takes at least what the largest graph's takes, until three eager runs of it were timed.
+    like = table.largest if gain is not None and is_above and not gain.times.is_sure(rows) else rows
+    eager_s = gain.times.expected_s(like) if gain is not None else None
+    eager_ms = math.inf if eager_s is None else eager_s * 1e3
+    one = None if is_above else graph_of(decision.size)
+    least_ms = eager_ms if one is None else min(eager_ms, one.replay_ms)
+    if not is_above and _is_no_less(2 * (group.shortest_ms() + _A_PART_MS), least_ms):
+        return ""
     own, largest = lengths_of(axes, rows), lengths_of(axes, table.largest)
     if own[0] > MOST_PARTS * largest[0] or own[1:] > largest[1:]:
         return f"more than {MOST_PARTS} of them, or longer than the longest"
-    sizes = sorted({axes[0].of(size) for size in table.sizes}, reverse=True)
-    found = [_parts_of(group, rows, counts, graph_of) for counts in _divisions(own[0], sizes)]
+    found = [_parts_of(group, rows, counts, graph_of) for counts in _divisions(own[0], table.extents[0][::-1])]
     whole, best, against = found[0], list[Part](), ""
     for best in sorted((parts for parts in found if not isinstance(parts, str)), key=_expected_ms):
         if len(best) == 1:  # whether that may serve the batch is not for the parts to say
@@ -138,16 +145,16 @@ def find_parts(group: "GraphGroup", rows: int, graph_of: Callable[[int], CUDAGra
         against = against or why
     else:
         return (whole if isinstance(whole, str) else against) if is_above else ""
-    parts = Parts(group, rows, best)
-    # A larger batch takes at least what the largest graph's takes, until three eager runs of it were timed.
-    like = table.largest if gain is not None and is_above and not gain.times.is_sure(rows) else rows
-    eager_s, ms = gain.times.expected_s(like) if gain is not None else None, _expected_ms(best)
-    eager_ms = math.inf if eager_s is None else eager_s * 1e3
-    least_ms = min(eager_ms, math.inf if is_above or isinstance(whole, str) else _expected_ms(whole))
-    if ms < math.inf and (ms >= _MOST_OF_OTHERS * least_ms or least_ms - ms < _LEAST_GAIN_MS):
+    parts, ms = Parts(group, rows, best), _expected_ms(best)
+    if ms < math.inf and _is_no_less(ms, least_ms):
         times = f"{parts.text} it takes {milliseconds(ms)}, and an eager run {milliseconds(eager_ms)}"
         return times if is_above else ""
     return parts
+
+
+def _is_no_less(ms: float, others_ms: float) -> bool:
+    """Whether parts do not take clearly less than one graph and than eager."""
+    return ms >= _MOST_OF_OTHERS * others_ms or others_ms - ms < _LEAST_GAIN_MS
 
 
 def _divisions(rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -5,7 +5,7 @@ there is a native core, ``run`` is that of ``native/core/plan.cpp``; the one her
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from operator import call, itemgetter
 from threading import get_ident
@@ -19,6 +19,7 @@ from ..modes import EntryState
 from ..native import is_done_by_core
 from ..native.bound import CORE, in_core
 from ..stats import COUNTED_BY_HITS, MOST_ROWS, CUDAGraphStats, HitCounts
+from .outputs import WaysOut
 from .overlap import Spans, may_overlap_itself, share_memory
 from .windows import WINDOWS, storages_of
 
@@ -48,7 +49,6 @@ class ReplayPlan:
         self.counts = HitCounts(hits=1, real_rows=real, padding_rows=computed - real)
         """What a hit adds to the counters."""
         self._load = entry.inputs.load if entry.inputs.specs else None
-        self._makers, self._build, self._returned = entry.outputs.ways_out(rows)
         is_inline = is_done_by_core(entry.pool.order_after_last_use)
         self._order = None if is_inline else entry.pool.order_after_last_use
         """What orders a replay after the pool's last use; None where each has ended when it returns."""
@@ -152,13 +152,18 @@ class ReplayPlan:
 
     def take(self, values: Sequence[Any] | None) -> Any:
         """The outputs of the latest replay, given the values of the call or None. Call it with the pool's lock held."""
-        makers = self._makers
-        if self._returned and values is not None:
+        makers, build, returned = self._ways_out
+        if returned and values is not None:
             makers = [*makers]
-            for place, position, shape in self._returned:
+            for place, position, shape in returned:
                 if values[position].shape == shape:
                     makers[place] = partial(itemgetter(position), values)
-        return self._build(list(map(call, makers)))
+        return build(list(map(call, makers)))
+
+    @cached_property
+    def _ways_out(self) -> WaysOut:
+        """Found at the first replay whose outputs the core does not return."""
+        return self._entry.outputs.ways_out(self.rows)
 
     def _draw(self) -> None:
         with self._entry.backend.drawing():
