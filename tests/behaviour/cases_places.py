@@ -191,6 +191,9 @@ place("object behind a weak reference")(
     lambda: (b := Box(k=2.0), weakref.ref(b)), lambda h: h[1]().k, lambda h, v: setattr(h[0], "k", v)
 )
 place("context variable", equal=False)(lambda: ContextVar("k", default=2.0), lambda h: h.get(), lambda h, v: h.set(v))
+place("default of a context variable")(
+    lambda: (b := Box(k=2.0), ContextVar("k", default=b))[1], lambda h: h.get().k, lambda h, v: setattr(h.get(), "k", v)
+)
 place("variable of the environment")(
     environment, lambda _: float(os.environ["GD_K"]), lambda _, v: os.environ.update(GD_K=f"{v}")
 )

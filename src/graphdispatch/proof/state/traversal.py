@@ -103,8 +103,10 @@ class Traversal:
         return [("", objects.cell_value(cell))]
 
     def _visit_reference(self, reference: Any, path: Any) -> Edges:
-        label = ".get()" if type(reference) is ContextVar else "()"
-        return [("", type(reference)), (label, objects.referent(reference))]
+        label, held = ".get()" if type(reference) is ContextVar else "()", objects.referent(reference)
+        default = objects.referents(reference) if held is objects.ABSENT else []
+        yield from (("", type(reference)), (label, held))
+        yield from self._fixed_in(reference, [("", one) for one in default], path)
 
     def _visit_generator(self, generator: Any, path: Any) -> Edges:
         return self._visit_instance(generator, path)
