@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 from ..backends.base import Backend, Pool
 from ..config import CUDAGraphOptions
@@ -80,8 +79,6 @@ class GraphCache:
         self.backend = backend
         """Where the graphs run; None until the first call tells."""
         self.pool = pool if pool is not None or backend is None else backend.make_pool()
-        self.sets: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        """By ``id``, the ``GraphSet`` of each callable whose graphs are kept here."""
         self._entries: dict[CUDAGraphEntry, None] = {}  # in the order in which they came; changed with the lock held
         self._lock = make_lock()
 

@@ -122,6 +122,7 @@ class CUDAGraphEntry(NotCopied):
 
     def __post_init__(self) -> None:
         self.writes_outside = bool(self.mutated) or self.written is not None
+        self.inputs.readers.add(self)
         if self.written is not None:
             WINDOWS.pools[id(self.pool)] = self.pool
 
@@ -464,6 +465,7 @@ class CUDAGraphEntry(NotCopied):
                 self._plans = {}
                 self.workspaces = self.guard = None
                 self.graph.reset()
+                self.inputs.leave(self)
 
     def __repr__(self) -> str:
         return (

@@ -74,11 +74,8 @@ class GraphSet:
         self.latest_change = ""
         """What has changed of the callable's state when its graphs last stopped fitting, in words."""
         self._numbers = itertools.count()
-        self._captured_on: StaticInputs | None = None
-        """Those of the capture under way, which its own callable may interrupt."""
         self._has_fitted = False
         """Whether the rules have fitted a call."""
-        cache.sets[id(self)] = self
 
     def _num_replays(self) -> int:
         return sum(group.num_replays for group in list(self.groups.values()))
@@ -249,11 +246,12 @@ class GraphSet:
         if group.current(size) is None:  # else it takes the place of the one that it replaces
             self.release(self.cache.make_room(self.cache.admission.since((group.key, size))))
         request = self._request(group, values, rows, size, group.route.table.mode, keep_effects)
-        before, self._captured_on = self._captured_on, group.inputs
+        with request.pool.lock:  # with which other threads release the last graph that reads them
+            request.inputs.readers.add(group)
         try:
             result = self._of_all_ranks(self.capturer.capture(request))
         finally:
-            self._captured_on = before
+            request.inputs.leave(group)
         if result.entry is not None and self.groups.get(group.key) is not group:
             result.entry.release()
             result = replace(result, entry=None, reason=Reason.CAPTURE_FAILED, detail="the call clears its own graphs")
@@ -262,7 +260,6 @@ class GraphSet:
         if result.entry is None:
             self.stats.record_capture_failure()
             group.quarantine(size, result.reason, result.detail)
-            self._free_inputs()
             return self._with_other_padding(group, result, rows, size)
         return self._keep(group, result, result.entry)
 
@@ -326,7 +323,6 @@ class GraphSet:
             if group.route.entry is None:
                 self.cache.discard(entry)
                 entry.release()
-                self._free_inputs()
             return self._with_other_padding(group, result, rows, entry.size)
         return result
 
@@ -377,24 +373,12 @@ class GraphSet:
         return result if result.entry is None else None
 
     def release(self, victims: Sequence[Victim]) -> None:
-        """Let go of entries that left the cache; waits for calls that use them.
-
-        Entries of another set are dropped there, too; if that is at work, when it is next refreshed.
-        """
+        """Let go of entries that left the cache; waits for calls that use them. Another set forgets its own when it is
+        next refreshed."""
         with self.lock:
             for victim in victims:
-                for group in list(self.groups.values()):
-                    group.drop(victim.entry)
                 victim.release()
-            if victims:
-                self._free_inputs()
-        for held in self.cache.sets.valuerefs() if victims else ():
-            other = held()
-            if other not in (None, self) and other.lock.acquire(blocking=False):  # else it looks itself
-                try:
-                    other.drop_released()
-                finally:
-                    other.lock.release()
+            self.drop_released()
 
     def remove(self, group: GraphGroup, size: int) -> bool:
         """Release the graphs of one size of a group, which is no eviction; whether there were some. Takes the lock."""
@@ -405,15 +389,7 @@ class GraphSet:
                 self.cache.discard(entry)
                 group.drop(entry)
                 entry.release()
-            if found:
-                self._free_inputs()
             return bool(found)
-
-    def _free_inputs(self) -> None:
-        """Free the static inputs that no graph reads, nor the one that is captured now."""
-        read = {entry.inputs for entry in self.entries() if not entry.is_released}
-        for unread in {group.inputs for group in self.owned} - read - {self._captured_on}:
-            unread.free()
 
     def refresh(self) -> None:
         """Release the graphs whose weights have moved, or that the callable no longer reaches: they cannot serve again.
@@ -453,15 +429,11 @@ class GraphSet:
                 self.release(self.cache.retire(entry, EvictionReason.STALE))
 
     def drop_released(self) -> None:
-        """Forget the entries that another owner of the cache has released, and free the static inputs that only they
-        read."""
-        gone = [
-            (group, entry) for group in list(self.groups.values()) for entry in group.all_entries if entry.is_released
-        ]
-        for group, entry in gone:
-            group.drop(entry)
-        if gone:
-            self._free_inputs()
+        """Forget the entries that were released, by whichever owner of the cache."""
+        for group in list(self.groups.values()):
+            for entry in group.all_entries:
+                if entry.is_released:
+                    group.drop(entry)
 
     def _replace(self, guard: Guard, renewed: Guard) -> None:
         """Have graphs guarded by another guard of the same state."""
@@ -486,7 +458,6 @@ class GraphSet:
                 group.failures.clear()
                 group.hits.clear()
             self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason)])
-            self._free_inputs()
             self._guards.clear()
             self._trim()
 

@@ -12,6 +12,7 @@ Note [one layout]
 from collections.abc import Callable, Collection, Sequence
 from math import prod
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -34,6 +35,8 @@ class StaticInputs:
         self.axes = tuple(axes)
         self.positions = tuple(spec.position for spec in self.specs)
         """The place of each argument among a call's values."""
+        self.readers: WeakSet[Any] = WeakSet()
+        """The graphs that read the buffers, and the group for which one is being captured."""
         self.has_rows = any(spec.spans for spec in self.specs)
         """Whether any argument follows the batch, so that missing rows are filled up."""
         self._follows_data = any(pad.follows_data for spec in self.specs for pad in spec.pads)
@@ -46,8 +49,15 @@ class StaticInputs:
         """A thread may have been filling them: see Note [after a fork] in ``copying.py``."""
         self.mark_dirty()
 
+    def leave(self, reader: Any) -> None:
+        """Note that a graph was released, or a capture has ended. Without readers the buffers go; the next capture gets
+        new ones."""
+        self.readers.discard(reader)
+        if not self.readers:
+            self.free()
+
     def free(self) -> None:
-        """Let go of the buffers, when no graph reads them any more; the next capture gets new ones."""
+        """Let go of the buffers."""
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._targets: dict[tuple[int, int], list[tuple[list[torch.Tensor], tuple[int, ...]]]] = {}
         self._fills: dict[tuple[int, int, int], list[Callable[[], Any]]] = {}
