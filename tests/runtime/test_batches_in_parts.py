@@ -114,7 +114,7 @@ def timed(step: Graphed[..., Any], eager_ms: dict[int, float], replay_ms: dict[i
     for group in step._server.graphs.groups.values():
         assert group.gain is not None
         group.hits.clear()
-        group.eager.clear()
+        group.looks.clear()
         group.gain.times = EagerTimes()
         for rows, ms in eager_ms.items():
             for _ in range(3):  # then it is sure

@@ -191,9 +191,10 @@ def test_all_that_wait_for_time_wait_together() -> None:
     step = settled(capture_share=0.01)
     check_rows(step, *range(9, 17), *range(9, 17))
     (group,) = step._route.groups
-    left = group.until_time.left
+    waits = group.looks[Reason.CAPTURE_WAITS, 0]
+    left = waits.left
     assert set(check_rows(step, *range(9, 17))) == {Reason.CAPTURE_WAITS}
-    assert group.until_time.left == left - 8
+    assert waits.left == left - 8
 
 
 MS = 1e-3

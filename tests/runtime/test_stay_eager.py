@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from graphdispatch import CUDAGraphOptions, Decision, FallbackError, Graphed, Reason, graphed
 from graphdispatch.runtime import server
-from graphdispatch.runtime.group import StayEager
+from graphdispatch.runtime.group import Countdown
 
 from ..helpers import check_rows, double, serve_in_python
 
@@ -376,13 +376,13 @@ def test_the_next_look_comes_after_twice_as_many_calls() -> None:
     """The first ones in a row are all looked at; another reason begins anew; there are at most so many. Where it is
     clear how long nothing changes, none is."""
     first, other = (Decision.eager(reason, 3) for reason in (Reason.ROWS_MIX, Reason.NO_GAIN))
-    stays = StayEager(first, group=object())
+    countdown = Countdown(first, 8)
     found = []
     for _ in range(20):
-        stays.again(first)
-        found.append(stays.countdown.left)
+        countdown.again(first)
+        found.append(countdown.left)
     assert found == [0] * 8 + [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1024, 1024]
-    stays.again(other)
-    assert (stays.countdown.left, stays.decision) == (0, other)
-    stays.again(other, 100)
-    assert stays.countdown.left == 100
+    countdown.again(other)
+    assert (countdown.left, countdown.decision) == (0, other)
+    countdown.again(other, 100)
+    assert countdown.left == 100

@@ -29,10 +29,8 @@ MOST_ROUTES = 16384
 """A front end keeps so many routes by its own keys; when there are more, all are made anew."""
 _MOST_HITS = 8192
 _MOST_STATES = 8
-_ALL_LOOKED_AT, _ALL_UNMATCHED = 8, 40
+_ALL_LOOKED_AT, ALL_UNMATCHED = 8, 40
 """So many calls in a row are looked at though each ran eagerly; and of those that fit no group."""
-_MOST_OF_OTHERS = _ALL_LOOKED_AT + 3
-"""At most so many looks at other batches count for one, if they ran eagerly for the same reason."""
 _AGAINST_CONSTANTS = (
     "needs a graph for each value: pass it as a tensor, or raise max_signatures if the values come again"
 )
@@ -154,46 +152,48 @@ class Hit(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Countdown:
-    """So many more calls are not looked at. Changed without a lock."""
+    """Calls that ran eagerly again and again for one reason: so many more of them do so without another look.
 
-    left: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class StayEager:
-    """Calls that ran eagerly again and again for one reason: the next ones run eagerly without another look.
-
-    Each time that they are looked at and nothing has changed, twice as many follow that are not.
+    Each time that one is looked at and nothing has changed, twice as many follow that are not.
     """
 
     decision: Decision
-    group: Any = None
-    """The ``GraphGroup`` of the calls; None where they fit none."""
-    timed_in: "GraphGroup | None" = None
-    """The group, while it wants to know what such calls take."""
-    matched: int = 0
-    """Their number of rows, as the signature has it."""
-    size: int = 0
-    """Whose graph would serve them; 0 if none can."""
-    needs_gradients: bool = False
-    """Whether that is the reason."""
+    """The latest."""
+    all_looked_at: int
+    """The first ones in a row are all looked at."""
+    left: int = 0
+    """How many more are not looked at. Changed without a lock."""
     times: int = 0
-    """How often in a row they were looked at."""
-    countdown: Countdown = field(default_factory=Countdown)
-    """Until they are looked at again; all that wait for time share one."""
+    """How often in a row some were looked at."""
 
     def again(self, decision: Decision, most: float = math.inf) -> None:
-        """Note that a call was looked at, and runs eagerly; the first ones in a row are all looked at.
+        """Note that a call was looked at, and runs eagerly.
 
         Args:
             decision: What was decided.
             most: So many calls may follow that are not looked at; if that is finite, they do at once.
         """
         self.times = self.times + 1 if decision.reason is self.decision.reason else 1
-        self.decision, self.needs_gradients = decision, decision.reason is Reason.NEEDS_GRADIENTS
-        doublings = min(self.times - (_ALL_LOOKED_AT if self.group is not None else _ALL_UNMATCHED), 16)
+        self.decision = decision
+        doublings = min(self.times - self.all_looked_at, 16)
         wanted = most if most < math.inf else 1 << doublings if doublings > 0 else 0
-        self.countdown.left = int(min(wanted, MOST_IN_A_ROW))
+        self.left = int(min(wanted, MOST_IN_A_ROW))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StayEager:
+    """What calls find in the place of a hit that run eagerly without another look, until the countdown has ended."""
+
+    decision: Decision
+    countdown: Countdown
+    group: Any = None
+    """The ``GraphGroup`` of the calls; None where they fit none."""
+    matched: int = 0
+    """Their number of rows, as the signature has it."""
+    size: int = 0
+    """Whose graph would serve them; 0 if none can."""
+    timed_in: "GraphGroup | None" = None
+    """The group, if a graph may serve them once it is known to be faster."""
 
 
 class Hits(dict[int, Hit | StayEager | None]):
@@ -256,14 +256,9 @@ class GraphGroup:
     is_prewarmed: bool = False
     gain: GainJudge | None
     """Which batches its graphs serve faster than eager; None where they serve all."""
-    eager: dict[int, StayEager] = field(default_factory=dict)
-    """By number of rows as the signature has it, calls that ran eagerly when they were last looked at."""
-    waiting: StayEager | None = None
-    """Calls that wait for time for a capture, if the latest that were looked at do."""
-    until_time: Countdown = field(default_factory=Countdown)
-    """Of the calls of all numbers of rows that wait for time."""
-    looks: Counter[Reason] = field(default_factory=Counter)
-    """By reason, how many calls were looked at that ran eagerly, since the latest graph was made."""
+    looks: dict[tuple[Reason, int], Countdown] = field(default_factory=dict)
+    """By reason, and by size where its capture failed, the calls of all numbers of rows that ran eagerly since the
+    latest graph was made."""
     hits: Hits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -319,7 +314,9 @@ class GraphGroup:
             return None
         entry = entries[0]
         if self.gain is not None and not self.gain.may_hit(entry, decision.rows):
-            return self._stay_where_slower(self.gain.sure_loss(entry, decision.rows), decision, rows)
+            loss = self.gain.sure_loss(entry, decision.rows)
+            eager = Decision.eager(Reason.NO_GAIN, decision.rows, loss)
+            return self._stays(eager, rows, decision.size, _ALL_LOOKED_AT) if loss else None
         per_call = entry.per_call(decision.rows)
         return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard, per_call)
 
@@ -338,30 +335,23 @@ class GraphGroup:
         is_single = 1 in (size.lengths if isinstance(size, Extents) else (size,))
         return Work.FURTHER if self.entries and not is_single else Work.FIRST
 
-    def _stay_where_slower(self, loss: str, decision: Decision, rows: int) -> StayEager | None:
-        """What the first calls of a batch find whose graph is slower than eager, so that they need not be looked at."""
-        before = self.eager.get(rows)
-        if not loss or (before is not None and before.decision.reason is Reason.NO_GAIN):
-            return None
-        self.eager.pop(rows, None)
-        return self._stay(Reason.NO_GAIN, loss, decision, rows, Countdown(_ALL_LOOKED_AT))
-
     def wait_like_others(self, rows: int) -> StayEager | None:
         """What a call of ``rows`` rows finds where the first capture of all waits for time, so that no other batch need
         be looked at either; needs no lock."""
-        other = self.waiting
-        if other is None or other.countdown.left <= 0 or self.entries or rows < 0:
+        others = self.looks.get((Reason.CAPTURE_WAITS, 0))
+        if others is None or others.left <= 0 or self.entries or rows < 0:
             return None
-        decision = self.decide(rows)
+        decision, detail = self.decide(rows), others.decision.detail
         if decision.is_eager:
             return None
-        return self._stay(Reason.CAPTURE_WAITS, other.decision.detail, decision, rows, self.until_time)
+        return self._stays(Decision.eager(Reason.CAPTURE_WAITS, decision.rows, detail), rows, decision.size)
 
-    def _stay(self, reason: Reason, detail: str, decision: Decision, rows: int, countdown: Countdown) -> StayEager:
-        """What calls of a batch find that was not looked at yet."""
-        eager, timed_in = Decision.eager(reason, decision.rows, detail), self._timed_in(decision.rows)
-        stays = StayEager(eager, self, timed_in, matched=rows, size=decision.size, countdown=countdown)
-        return self.eager.setdefault(rows, stays)
+    def _stays(self, decision: Decision, rows: int, size: int, left: int = 0) -> StayEager:
+        """What calls of a batch find; ``left`` of these are not looked at, if it is the first for its reason."""
+        kind = decision.reason, size if size in self.failures else 0
+        countdown = self.looks.setdefault(kind, Countdown(decision, _ALL_LOOKED_AT, left))
+        may_serve = decision.reason in (Reason.NO_GAIN, Reason.CAPTURE_WAITS)
+        return StayEager(decision, countdown, self, rows, size, self if may_serve else None)
 
     def stay_eager(self, rows: int, size: int, decision: Decision, most: float) -> None:
         """Note that a call was looked at and runs eagerly: the next ones may do so without a look.
@@ -372,46 +362,22 @@ class GraphGroup:
             decision: What was decided.
             most: So many calls may follow that are not looked at.
         """
-        if len(self.eager) >= _MOST_HITS:
-            self.eager.clear()
-        stays = self.eager.setdefault(rows, StayEager(decision, self, matched=rows, size=size))
-        if decision.reason is not Reason.NO_GAIN:  # which says nothing of other batches
-            self.looks[decision.reason] += 1
-            stays.times = max(stays.times, min(self.looks[decision.reason] - 1, _MOST_OF_OTHERS))
-        may_serve = decision.reason in (Reason.NO_GAIN, Reason.CAPTURE_WAITS)  # a graph, once it is known to be faster
-        stays.timed_in = self._timed_in(decision.rows) if may_serve else None
-        waits = decision.reason is Reason.CAPTURE_WAITS
-        if waits is not (stays.countdown is self.until_time):
-            stays.countdown = self.until_time if waits else Countdown()
-        stays.again(decision, most)
-        self.waiting = stays if waits else None
+        stays = self._stays(decision, rows, size)
+        stays.countdown.again(decision, most)
         self.hits.keep(rows, stays)
 
     def look_again(self, stays: StayEager) -> None:
-        """Have the next call of these looked at."""
+        """Have the next call of these looked at. A graph that was slower is then timed once more."""
         self.hits.pop(stays.matched, None)
-        if self.gain is not None and stays.decision.reason is Reason.NO_GAIN and stays.times > _ALL_LOOKED_AT:
+        is_slower = stays.decision.reason is Reason.NO_GAIN
+        if self.gain is not None and is_slower and stays.countdown.times > _ALL_LOOKED_AT:
             self.gain.in_doubt.add(stays.decision.rows)
-
-    def leave_eager(self, matched: int, rows: int) -> None:
-        """Note that a call did not stay eager; a graph that was only timed once more may still be slower."""
-        if self.gain is not None and rows in self.gain.in_doubt:
-            self.gain.in_doubt.discard(rows)
-        else:
-            self.eager.pop(matched, None)
+            stays.countdown.again(stays.decision)
 
     def timed(self, fn: Callable[..., Any], rows: int) -> Callable[..., Any]:
         """The callable, such that what it takes for a batch is noted, if that is of interest. Needs no lock."""
-        timer = self._timer(rows)
-        return fn if timer is None else timer.timed(fn, rows)
-
-    def _timed_in(self, rows: int) -> "GraphGroup | None":
-        """The group, while it wants to know what an eager run of such a batch takes."""
-        return self if self._timer(rows) is not None else None
-
-    def _timer(self, rows: int) -> GainJudge | None:
-        """Who wants to know what an eager run of such a batch takes."""
-        return self.gain if self.gain is not None and self.gain.wants(rows) and self.latest_failure is None else None
+        gain = self.gain
+        return gain.timed(fn, rows) if gain is not None and gain.wants(rows) and self.latest_failure is None else fn
 
     @property
     def latest_failure(self) -> Failure | None:

@@ -45,7 +45,7 @@ from .decide import Decision, SizeTable
 from .entry import CUDAGraphEntry
 from .flatten import CallSpec, leaves_of
 from .graph_set import GraphSet
-from .group import MOST_IN_A_ROW, GraphGroup, Route, StayEager
+from .group import ALL_UNMATCHED, MOST_IN_A_ROW, Countdown, GraphGroup, Route, StayEager
 from .health import FIRST_CALLS, Health
 from .parts import Parts
 from .protocols import MOST_ALIKE, Capturer, CaptureResult, Guard
@@ -230,15 +230,17 @@ class Server:
         ):
             if len(route.unmatched) >= _MOST_FORMS:
                 route.unmatched.clear()
-            stays = route.unmatched.setdefault((len(args), *kwargs), StayEager(decision))
-            stays.again(decision)
+            before = route.unmatched.get((len(args), *kwargs))
+            countdown = before.countdown if before is not None else Countdown(decision, ALL_UNMATCHED)
+            countdown.again(decision)
+            route.unmatched[(len(args), *kwargs)] = StayEager(decision, countdown)
         elif group is not None:
             if not is_eager or decision.reason in _MADE:
                 route.unmatched.pop((len(args), *kwargs), None)
             if is_eager and decision.reason not in _OF_ONE_CALL:
                 group.stay_eager(choice.matched, choice.size, decision, self._most_unseen(group, choice))
-            else:
-                group.leave_eager(choice.matched, decision.rows)
+            elif group.gain is not None:
+                group.gain.in_doubt.discard(decision.rows)
 
     def _most_unseen(self, group: GraphGroup, choice: Choice) -> float:
         """So many calls like one that ran eagerly may do so without a look, at most: as long as there is no time for
@@ -258,7 +260,7 @@ class Server:
     def serve_unmatched(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that fits none of the groups that were looked at, or that needs gradients."""
         stays = route.unmatched.get((len(args), *kwargs)) if route.unmatched else None
-        if stays is None or (stays.needs_gradients and not torch.is_grad_enabled()):
+        if stays is None or (stays.decision.reason is Reason.NEEDS_GRADIENTS and not torch.is_grad_enabled()):
             return self.step(route, args, kwargs)
         return self.stay_eager(stays, route, args, kwargs)
 
