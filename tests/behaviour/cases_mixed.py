@@ -109,6 +109,7 @@ mixed("error")(lambda: Box(total=zeros(()), is_up=False), trips, put(is_up=True)
 mixed("same number again")(Box, sets(ready=True), put(ready=False))
 mixed("same tensor again")(lambda: Box(k=ones(3), now=None), lambda h, x: (to(h, now=h.k), x * 2)[1], put(now=None))
 mixed("entry that is there")(dict, lambda h, x: (h.setdefault("k", 1), x * 2)[1], lambda h: h.clear())
+mixed("text that assigns")(lambda: {"__builtins__": {}}, lambda h, x: (exec("last = 1", h), x * 2)[1], enter("last", 0))
 mixed("empty table emptied")(dict, lambda h, x: (h.clear(), x * 2)[1], lambda h: h.update(k=1))
 mixed("list in three places")(
     in_two_places, lambda h, x: x * h.a[0] + h.pair[1][0][0] + (h.a is h.b), lambda h: enter(0, [5.0])(h.pair[1])

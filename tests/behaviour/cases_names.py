@@ -19,11 +19,11 @@ from typing import Any
 
 from torch.utils import _pytree
 
-from .cases import READS, WRITES, Box
-from .cases_read import Apart, put, read, to
+from .cases import KEPT, READS, WRITES, Box
+from .cases_read import Apart, kept, put, read, to
 from .cases_written import unseen
 
-__all__ = ["READS", "WRITES"]
+__all__ = ["KEPT", "READS", "WRITES"]
 
 KEY, TEMPLATE = "".join(["sca", "le"]), "".join(["{0.sca", "le}"])
 
@@ -140,6 +140,18 @@ def logger_with(get: Any) -> logging.Logger:
     return logger
 
 
+class Plain(Box):
+    """Has accessors of its own."""
+
+    __reduce__ = object.__reduce__
+    __setattr__ = object.__setattr__
+
+
+kept("attribute beside names that stand in the code")(
+    lambda: Plain(scale=2.0, other=1.0),
+    lambda h: getattr(h, "scale") * hasattr(h, "scale"),  # noqa: B009
+    put(other=5.0),
+)
 for name, reach in HELD.items():
     read(f"computed name, {name}")(
         lambda reach=reach: Apart(held := Box(scale=2.0), reach(held)), lambda get: get(), put("owner", scale=5.25)

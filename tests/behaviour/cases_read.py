@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import types
+import warnings
 import weakref
 from abc import ABC
 from collections import OrderedDict, defaultdict
@@ -449,6 +450,40 @@ read("list_in_two_places", row=True)(lambda: Box(a=(one := [2]), b=one), which, 
 read("list_in_two_places: from now on")(lambda: Box(a=[2], b=[2]), which, lambda h: to(h, a=(one := [2]), b=one))
 read("list_in_two_places: that of the other")(lambda: Box(a=[2], b=[2]), which, lambda h: to(h, a=h.b))
 kept("list that is not read")(lambda: Box(k=2.0, log=[]), lambda h: h.k, lambda h: h.log.append(1))
+kept("equal size of a tensor in its place")(lambda: Box(k=torch.Size([3])), lambda h: h.k[0], put(k=torch.Size([3])))
+read("entry of a list of parameters")(lambda: nn.ParameterList([2.0]), lambda h: h[0], enter(0, 5.0))
+
+
+def beside_others() -> Box:
+    """A number beside what other threads set, and draw from."""
+    unused = {"event": threading.Event(), "random": random.Random(0), "thread": threading.Thread()}
+    return Box(k=2.0, state=3.0, **unused)
+
+
+class Refusing(Tensor):
+    """A tensor that takes no function."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def nested() -> Tensor:
+    """A tensor of tensors, of which torch warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([ones(2), ones(3)])
+
+
+UNUSED: dict[str, Callable[[], Any]] = {
+    "without sizes": nested,
+    "without memory": lambda: nn.LazyLinear(2),
+    "that takes no function": lambda: Refusing(ones(3)),
+}
+for name, make in UNUSED.items():
+    kept(f"unused tensor {name}")(lambda make=make: Box(k=2.0, unused=make()), lambda h: h.k, lambda _: None)
+kept("generator beside what is read")(beside_others, lambda h: h.k, lambda h: h.random.random())
+kept("generator beside what has a name of its own")(beside_others, lambda h: h.state, lambda h: h.random.random())
 
 
 def many_tensors() -> dict[int, Tensor]:
@@ -923,6 +958,15 @@ def copies() -> list[Any]:
     return made
 
 
+def in_folder(folder: str) -> Any:
+    """Code of the user's in a folder that has the name of a library."""
+    made = module(__file__=f"/home/{folder}/model.py", k=2.0)
+    exec(compile("def number(): return k", made.__file__, "exec"), vars(made))
+    return made
+
+
+for folder in ("networkx", "jinja2", "triton"):
+    read(f"variable of code in a folder {folder}")(partial(in_folder, folder), lambda h: h.number(), put(k=5.0))
 for place in (0, 1):
     run(f"copy {place} of a module")(
         copies,

@@ -3,6 +3,7 @@
 import array
 import asyncio
 import contextvars
+import copy
 import ctypes
 import decimal
 import functools
@@ -34,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphdispatch import Reason
 
 from .cases import PATCH, WRITES, Box, Made, Slots, Slotted, Write
-from .cases_read import Worker, choice, copy_of, function, own_class, with_attributes, with_metaclass
+from .cases_read import Worker, choice, copy_of, function, module, own_class, with_attributes, with_metaclass
 
 __all__ = ["WRITES"]
 
@@ -276,6 +277,19 @@ def only_read(array: Any) -> Any:
     return array
 
 
+LENGTHS: contextvars.ContextVar[list[int]] = contextvars.ContextVar("LENGTHS")
+
+
+class Keeps:
+    """Keeps a number under a name that stands nowhere."""
+
+    def __init__(self) -> None:
+        self.count = 3
+
+    def put(self, value: int) -> None:
+        setattr(self, "".join(["co", "unt"]), value)
+
+
 class OwnDeque(deque[int]):
     """Counts how often somebody calls its own methods."""
 
@@ -305,7 +319,13 @@ def unlocked(array: Any, _: Tensor) -> None:
     array.flags.writeable = False
 
 
-write("drained list")(lambda: Box(todo=[1, 2], done=0), drain)
+write("drained list")(
+    lambda: Box(todo=(one := [1, 2]), first=one, done=0), drain, lambda o: (picture(o), o.todo is o.first)
+)
+write("list in a context variable")(
+    lambda: (LENGTHS.set([]), LENGTHS)[1], lambda o, x: o.get().append(len(x)), lambda o: list(o.get())
+)
+write("attribute of a computed name, by a method")(Keeps, lambda o, x: o.put(o.count + len(x)), lambda o: o.count)
 write("deque of a class of its own")(lambda: OwnDeque([9]), lambda o, _: o.append(1), lambda o: (list(o), o.calls))
 write("attribute of a computed name")(
     lambda: Box(count=0), lambda o, _: setattr(o, "".join(["co", "unt"]), vars(o)["".join(["co", "unt"])] + 1)
@@ -429,6 +449,17 @@ def named_module() -> str:
     vars(made).update(value=0)
     PATCH.setitem(sys.modules, "written_module", made)
     return made.__name__
+
+
+def named_by_its_code() -> Made:
+    """It comes to a module that the code names."""
+    settings = module(__file__=__file__)
+    names = {"__name__": __name__, "__file__": __file__, "settings": settings}
+    exec("def fn(x):\n    setattr(settings, '_'.join(['a', 'b']), len(x))\n    return x * 2", names)
+    return Made(names["fn"], tell=lambda: vars(settings).get("a_b"))
+
+
+WRITES["variable of a module, by a computed name"] = Write(named_by_its_code, reason=Reason.STATE_UNSEEN)
 
 
 FINDERS: dict[str, Callable[[str], Any]] = {
@@ -567,6 +598,32 @@ for name, take in TAKES.items():
     drawn(f"iterator of a {name}")(held_line, lambda _, take=take: take(), next)
 
 
+def line_in(place: str) -> Callable[[], Any]:
+    """An object that holds an iterator in some place, and the iterator."""
+
+    def make() -> Any:
+        line = iter(list(range(1, 400)))
+        held = Box(line=line, listed=[line], pair=([line],), within=Box(line=line), name="line")
+        held.listed.append(held.listed)
+        return Box(**{name: vars(held)[name] for name in ("name", place)}), line
+
+    return make
+
+
+HOLDERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "an attribute": ("line", lambda o: o.line),
+    "an attribute by a constant": ("line", lambda o: getattr(o, "line")),  # noqa: B009
+    "an attribute by a computed name": ("line", lambda o: getattr(o, o.name)),
+    "an attribute in a table": ("line", lambda o: vars(o)["line"]),
+    "an attribute among all": ("line", lambda o: next(one for name, one in vars(o).items() if name == o.name)),
+    "an object within": ("within", lambda o: o.within.line),
+    "a list": ("listed", lambda o: o.listed[0]),
+    "a list in a tuple": ("pair", lambda o: o.pair[0][0]),
+}
+for name, (place, find) in HOLDERS.items():
+    drawn(f"iterator in {name}")(line_in(place), lambda o, find=find: next(find(o[0])), lambda o: next(o[1]))
+
+
 # Objects whose state Python cannot read.
 
 
@@ -656,6 +713,10 @@ unseen("attribute of XML", lambda: ElementTree.Element("a", k="2"), lambda o: fl
 unseen("children of XML", lambda: ElementTree.fromstring("<a><b/><b/></a>"), lambda o: len(o))
 unseen("text of XML", lambda: ElementTree.fromstring("<a>2</a>"), lambda o: float(o.text))
 unseen("size read without torch's functions", lambda: torch.zeros(2), length_unseen)
+unseen("subclasses", lambda: own_class(), lambda o: 2 + len(o.__subclasses__()))
+unseen("all that an object holds", lambda: Box(k=2.0, event=threading.Event()), lambda o: vars(o)["k"])
+unseen("copy of all that an object holds", lambda: Box(k=2.0, event=threading.Event()), lambda o: copy.copy(o).k)
+unseen("module of a made-up name", lambda: "torch", lambda name: 2.0 if ".".join([name]) in sys.modules else 5.0)
 unseen("pointer", lambda: ctypes.pointer(ctypes.c_int(2)), lambda o: o.contents.value)
 
 

@@ -453,6 +453,14 @@ def test_a_second_run_that_fails_leaves_nothing() -> None:
     assert model.count == 0
 
 
+def test_what_cannot_be_put_back_is_an_error() -> None:
+    """An array that a prewarm gave other memory has another length for good, and nobody learns of it elsewhere."""
+    held = np.zeros(4)
+    step = graphs_of(lambda x: (held.resize(8, refcheck=False), x * 2)[1])
+    with pytest.raises(gd.CaptureError, match="could not be put back"):
+        step.prewarm(torch.randn(4, 3))
+
+
 def test_an_attribute_of_an_argument_that_a_break_reads() -> None:
     """A break gets the graph's own copy of the argument, without its attributes; so such a call runs eagerly."""
     step = graphs_of(gd.eager_break(lambda x: x * getattr(x, "tag", 1.0)), mode="PIECEWISE", capture_after=1)

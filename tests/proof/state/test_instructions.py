@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from graphdispatch.proof.watch import bytecode
 from graphdispatch.proof.watch.bytecode import code_reads, instructions_of
 
 WITH_NAMES = {*dis.hasname, *dis.hasconst, *dis.haslocal, *dis.hasfree} - {dis.opmap.get("KW_NAMES")}
@@ -86,3 +87,18 @@ def test_what_may_be_a_tensor_is_compared_by_identity(text: str, compared: set[s
 def test_a_method_that_is_kept_may_read_any_attribute(text: str, reads_whole: bool) -> None:
     """Where it is called the text is heard of; and ``format`` of the builtins reads no attributes."""
     assert code_reads(compile(text, "", "eval")).reads_whole is reads_whole
+
+
+def test_each_instruction_with_a_name_is_classified() -> None:
+    """A new one of the next Python does not pass unseen."""
+    real = [name for name, code in dis.opmap.items() if code in dis.hasname and code < 256]
+    seen = {*bytecode._ATTRIBUTES, *bytecode._VARIABLES, "IMPORT_NAME"}
+    assert {name for name in real if not name.startswith("INSTRUMENTED_")} <= seen
+
+
+def test_names_that_code_assigns_are_read() -> None:
+    """Of a text and of a class, too."""
+    code = compile("a = 1\ndel b\nclass C:\n    c = 1", "text", "exec")
+    (inner,) = (one for one in code.co_consts if isinstance(one, CodeType))
+    assert {"a", "b", "C"} <= code_reads(code).variables
+    assert "c" in code_reads(inner).variables

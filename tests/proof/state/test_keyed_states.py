@@ -4,7 +4,9 @@ import functools
 import gc
 import types
 import weakref
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 from torch._inductor import config as inductor_config
@@ -139,3 +141,44 @@ def test_determinism_of_the_compiler_is_left_alone() -> None:
         assert inductor_config.deterministic
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def imports_within(x: torch.Tensor) -> torch.Tensor:
+    """The names that it takes stand in the code."""
+    from json import decoder  # as models import what is optional
+
+    return x * (2 if decoder else 3)
+
+
+def wraps_within(x: torch.Tensor) -> torch.Tensor:
+    """What it takes over from the other function is named by whoever uses it."""
+
+    @functools.wraps(FACTOR.scale)
+    def scale(given: torch.Tensor) -> torch.Tensor:
+        return FACTOR.scale(given) * scale.by
+
+    return scale(x)
+
+
+class Factor:
+    """Something with a function that carries a number."""
+
+    @staticmethod
+    def scale(given: torch.Tensor) -> torch.Tensor:
+        return given + 1
+
+
+FACTOR = Factor()
+Factor.scale.by = 2.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("fn", [imports_within, wraps_within])
+def test_code_of_libraries_within_a_call_reads_no_whole_objects(
+    fn: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import, and ``functools.wraps``; what the code names is compared."""
+    step = make(fn)
+    check_rows(step, *[4] * 3)
+    assert not step.entries[0].guard.notes.reads_whole
+    monkeypatch.setattr(Factor.scale, "by", 3.0)
+    check_rows(step, 4)

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
-from tests.helpers import batch, check_rows, make
-from torch import nn
+from tests.helpers import check_rows, make
 
 FILES = {
     "config": "FACTOR = 2.0\nSCALE_a = 2.0\n",
@@ -20,15 +18,7 @@ FILES = {
         from . import parent as _
         from .. import aside as _
 
-        _read = getattr
         KEY = "".join(["sca", "le"])
-
-        class Settings:
-            scale = 2.0
-
-            @classmethod
-            def get(cls, name):
-                return getattr(cls, name)
 
         class Inner:
             scale = 2.0
@@ -75,12 +65,6 @@ FILES = {
             import user_package.aside
             return x * getattr(of.held, KEY)
 
-        def by_class(x):
-            return x * Settings.get(KEY)
-
-        def aliased(x):
-            return x * _read(held, KEY)
-
         def counts(x):
             Held.small.count += 1
             return x * 2
@@ -113,8 +97,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "later": lambda m: setattr(m.config, "SCALE_b", 5.0),
     "kept": lambda m: setattr(m.config, "SCALE_a", 5.0),
     "beside": lambda m: setattr(m.keeps.held, "scale", 5.0),
-    "by_class": lambda m: setattr(m.Settings, "scale", 5.0),
-    "aliased": lambda m: setattr(m.held, "scale", 5.0),
 }
 
 
@@ -139,44 +121,6 @@ def test_a_class_in_a_class_counts_once(made: ModuleType) -> None:
     step = make(made.counts)
     check_rows(step, *[4] * 6)
     assert made.Held.small.count == 12  # six of them eager's own
-
-
-class Base:
-    """Has a registry by ``__subclasses__``."""
-
-    scales: ClassVar[list[float]] = [2.0]
-
-    def __init__(self) -> None:
-        self.scale = 2.0
-
-
-PARAMETERS = nn.ParameterList([2.0])
-
-
-@pytest.mark.parametrize(
-    ("fn", "change"),
-    [
-        (lambda x: x * PARAMETERS[int(len(x) > 9)], lambda: PARAMETERS.__setitem__(0, 5.0)),
-        (lambda x: x * len(Base.__subclasses__()), lambda: setattr(Base, "one", type("Other", (Base,), {}))),
-    ],
-    ids=["parameters", "subclasses"],
-)
-def test_what_compiled_code_reads_is_compared_or_refused(fn: Any, change: Callable[[], Any]) -> None:
-    """The next answer after a change is eager's."""
-    step = make(fn)
-    check_rows(step, 4, 4, 4)
-    change()
-    check_rows(step, 4)
-
-
-def test_equal_named_tuples_are_the_same_state() -> None:
-    """A shape set anew before each call leaves the graph in use."""
-    holder = Base()
-    step = make(lambda x: x * holder.scale[0])
-    for _ in range(8):
-        holder.scale = torch.Size([3])  # type: ignore[assignment]
-        step(batch(4))
-    assert step.last_decision.reason.is_graph
 
 
 def test_lazy_modules_of_libraries_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

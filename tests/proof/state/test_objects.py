@@ -1,30 +1,23 @@
 """How state is read: tables at one moment, and what lies beside it is no obstacle."""
 
-import copy
 import functools
 import itertools
-import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from types import ModuleType
 from typing import Annotated, Any, ClassVar
 from xml.etree import ElementTree
 
 import pytest
 import sympy
-import torch
-from torch import nn
 
-from graphdispatch import Reason
 from graphdispatch.proof.state import objects
 from graphdispatch.proof.state.walk import StateWalk
 from graphdispatch.runtime.attributes import content
 
 from ...behaviour.cases import Box
-from ...helpers import check_rows, in_threads, make, switching_often
+from ...helpers import in_threads, switching_often
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, type("Table", (dict,), {})])
@@ -67,28 +60,6 @@ def test_what_describes_a_class_is_not_walked() -> None:
     assert "__registry__" in str(walk.change())
 
 
-READS: dict[str, tuple[Callable[[Any], float], Reason]] = {
-    "as a whole": (lambda h: vars(h)["scale"], Reason.STATE_UNSEEN),
-    "copied": (lambda h: copy.copy(h).scale, Reason.STATE_UNSEEN),
-    "by its name": (lambda h: h.scale, Reason.EXACT),
-    "an attribute that a generator has, too": (lambda h: h.state, Reason.EXACT),
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_what_is_not_named_is_no_obstacle(name: str) -> None:
-    """An event, a generator and a thread beside what is read: others set the one and draw from the other. Code that
-    reads their holder as a whole may use them."""
-    unused = {"event": threading.Event(), "random": random.Random(0), "thread": threading.Thread()}
-    holder = Box(scale=2.0, state=3.0, **unused)
-    number, reason = READS[name]
-    step = make(lambda x: x * number(holder), sizes=(4,))
-    for _ in range(6):
-        check_rows(step, 4)
-        holder.random.random()
-    assert step.last_decision.reason is reason, step.last_decision
-
-
 ANSWERS: list[tuple[Callable[[Any], Any], Any, Any]] = [
     (objects.role_of, ElementTree.Element, "opaque"),
     (objects.role_of, type("Element", (), {}), "instance"),
@@ -114,36 +85,3 @@ def test_a_cache_holds_its_function_and_its_results() -> None:
     held = set(map(id, objects.referents(cached)))
     assert {id(result), id(fn)} <= held
     assert id(objects.results_of(cached)) not in held
-
-
-class Refusing(torch.Tensor):
-    """A tensor that takes no function."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(func)
-
-
-NESTED = partial(torch.nested.nested_tensor, [torch.ones(2), torch.ones(3)])
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("held", [NESTED, partial(nn.LazyLinear, 2), partial(Refusing, torch.ones(3))])
-def test_what_a_model_holds_unused_is_no_obstacle(held: Callable[[], Any]) -> None:
-    """Tensors without sizes, without memory yet, or that refuse functions."""
-    model = nn.ReLU().eval()
-    model.held = held()
-    assert check_rows(make(model, dynamic={"input": 0}), 4, 4, 4)[-1] is Reason.EXACT
-
-
-@pytest.mark.parametrize("folder", ["networkx", "jinja2", "triton"])
-def test_code_in_a_folder_of_a_librarys_name_is_the_users(folder: str) -> None:
-    """What it reads is compared: the library is where its package was loaded from."""
-    module = ModuleType("users_model")
-    module.__file__ = f"/home/{folder}/model.py"
-    exec(compile("K = 2.0\ndef scaled(x): return x * K", module.__file__, "exec"), vars(module))
-    step = make(module.scaled)
-    check_rows(step, 4, 4, 4)
-    assert step.stats.hits
-    module.K = 5.0
-    check_rows(step, 4, 4)
