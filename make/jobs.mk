@@ -58,7 +58,7 @@ gpu-emulated:
 # has used it cannot fork.
 ON_QUEUED := $(ON_ANY_DEVICE) tests/behaviour/test_surroundings.py \
 	$(addprefix tests/behaviour/test_footguns_,rows.py breaks.py dims.py) \
-	$(addprefix tests/proof/check/test_,padding_writes.py row_proof.py) tests/runtime/test_plain_capturer.py \
+	$(addprefix tests/proof/check/test_,padding.py row_proof.py) tests/runtime/test_plain_capturer.py \
 	--front-ends graphed -k "not pickle and not fork and not groups_of_rows"
 device-test: export PYTHONPATH := $(CURDIR)/tests/device
 device-test: $(VENV)/.native

@@ -56,8 +56,7 @@ TABLE: dict[str, list[str]] = {
         "tests/native/test_guard.py",
     ],
     "proof/watch/bytecode": [
-        *("tests/proof/state/test_instructions.py", "tests/proof/state/test_identity.py"),
-        *("tests/proof/state/test_made_names.py", "tests/proof/state"),
+        *("tests/proof/state/test_instructions.py", "tests/proof/state/test_made_names.py", "tests/proof/state"),
     ],
     "proof/watch/trace": [
         *("tests/behaviour/test_python_state.py", "tests/proof/state", "tests/audit/test_audit.py"),

@@ -18,8 +18,18 @@ from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, OutputView
 from graphdispatch.errors import CaptureError, ConfigError, StaleOutputError
 from graphdispatch.stats import COUNTED_BY_HITS
 
-from .calls import Plan, plans, sound_plans, twists
-from .compare import Done, assert_same, assert_same_outcome, assert_same_state, perform, snapshot
+from .calls import (
+    Done,
+    Plan,
+    assert_same,
+    assert_same_outcome,
+    assert_same_state,
+    perform,
+    plans,
+    snapshot,
+    sound_plans,
+    twists,
+)
 from .models import AWKWARD, PLAIN, SLOTS, STATEFUL, RandomModel, Spec, specs
 
 _HOW = st.fixed_dictionaries(

@@ -15,7 +15,7 @@ from graphdispatch import Reason
 from graphdispatch.backends import operator_mode
 
 from ...helpers import AT_ONCE, assert_same, check_calls, check_rows, make
-from .test_padding_writes import check_slots
+from .test_padding import check_slots
 
 
 class Kernel:
