@@ -20,11 +20,11 @@ from graphdispatch.backends.code_events import CodeListener
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.cpu.recorder import Recorder
 from graphdispatch.engines import CUDAGraphManager
-from graphdispatch.errors import DeviceLostError, FallbackError
+from graphdispatch.errors import FallbackError
 from graphdispatch.runtime.outputs import Outputs
 from graphdispatch.runtime.windows import paused_collector
 
-from ..helpers import AT_ONCE, Behind, Spy, batch, check_calls, check_rows, collector_off, make, reason
+from ..helpers import AT_ONCE, Behind, Spy, batch, check_rows, collector_off, make, reason
 from .forks import in_child
 from .inject import Faults, nothing_left_behind
 
@@ -65,15 +65,6 @@ def test_no_memory_for_the_outputs_that_callers_hold(outputs: str, monkeypatch: 
     answer = step(x)
     assert torch.equal(answer.get() if outputs == "view" else answer, x * 2)
     assert step.last_decision.reason is Reason.OUT_OF_MEMORY
-
-
-def test_a_replay_that_fails_twice_is_given_up(faults: Faults) -> None:
-    """Its comparison with eager fails as well: the graph is released, and the size quarantined."""
-    step = make(sizes=(3,))
-    check_rows(step, 3, 3, 3)
-    faults.set("replay", 1, 2)
-    assert check_rows(step, 3, 3) == [Reason.REPLAY_FAILED] * 2
-    assert step.entries == []
 
 
 def test_a_manager_runs_a_call_without_result_once(faults: Faults) -> None:
@@ -125,20 +116,6 @@ def test_a_recording_that_nobody_watches_may_fail(faults: Faults) -> None:
     step.prewarm(torch.randn(3, 3))
     assert check_rows(step, 5, 3) == [Reason.EXACT, Reason.CAPTURE_FAILED]
     assert step.last_decision.detail.startswith("ArithmeticError: ")
-
-
-class LostError(Exception):
-    """Says that the device is gone."""
-
-
-@pytest.mark.parametrize("point", ["begin", "end", "replay"])
-def test_a_device_that_is_lost_is_an_error(faults: Faults, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be served any more, not even by eager."""
-    monkeypatch.setattr(CPUBackend, "is_lost", lambda _, error: isinstance(error, LostError))
-    step = make(sizes=(3,))
-    faults.set(point, 1, error=LostError)
-    with pytest.raises(DeviceLostError, match="restart the process"):
-        step(torch.randn(3, 3))
 
 
 def test_a_failed_call_holds_no_batch(faults: Faults) -> None:
@@ -285,19 +262,6 @@ def test_a_pad_function_that_raises(at: int) -> None:
             assert torch.equal(step(x), x * 2)
     assert step.stats.reasons[Reason.CAPTURE_FAILED] >= (at < 4)
     assert not step.entries[0].inputs.views(4)[0][3].any()
-
-
-def test_a_pad_function_may_refuse_numbers() -> None:
-    """A proof tries numbers that no batch held; that the function raises for them says nothing about rows."""
-
-    def pad(padding: Tensor, real: Tensor) -> None:
-        if real.abs().max() > 5:
-            raise TroubleError
-        padding.copy_(real[-1:].expand_as(padding))
-
-    step = make(pad={"x": pad}, sizes=(4,))
-    check_calls(step, *torch.rand(6, 3, 2).unbind())
-    assert step.last_decision.reason is Reason.PADDED
 
 
 @pytest.mark.parametrize("is_prewarm", [False, True], ids=["call", "prewarm"])

@@ -50,10 +50,3 @@ def test_the_command_and_the_licence_are_shipped(wheel: zipfile.ZipFile) -> None
     (command,) = project["scripts"].values()
     assert callable(pkgutil.resolve_name(command))
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
-
-
-@pytest.mark.parametrize("project", [ROOT, ROOT / "plugins" / "graphdispatch-vllm"], ids=lambda path: path.name)
-def test_the_metadata_names_the_authors(project: Path) -> None:
-    """Those of the citation."""
-    (author,) = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]["authors"]
-    assert f"  - name: {author['name']}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,20 +193,6 @@ def test_a_call_that_no_graph_holds_runs_once(read: Callable[[torch.Tensor], Any
     assert len(runs) == 1
     assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
     assert "test_capture.py" in step.last_decision.detail
-
-
-def test_a_context_variable_is_set_by_the_calls_own_run_alone() -> None:
-    """No run of a prewarm sets it, nor one behind the caller's, for nobody could unset it."""
-    count: ContextVar[int] = ContextVar("count")
-    step = make(lambda x: (count.set(count.get(0) + 1), x * 2)[1])
-    step.prewarm(batch(4))
-    assert count.get(0) == 0
-    step(batch(4))
-    assert count.get() == 1
-    runs, unset = Spy(), ContextVar[int]("unset")
-    make(lambda x: (runs.append(1), unset.set(9) if len(runs) == 3 else None, x * 2)[2], sizes=(4,))(batch(3))
-    assert len(runs) > 3
-    assert unset.get(0) == 0
 
 
 RUNS, COUNTED = Spy(), Box(count=0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from graphdispatch.proof.watch.effects import EffectRecorder
 from graphdispatch.proof.watch.operator_trace import OperatorTrace, TensorNames
 
+F = torch.nn.functional
 W, V = torch.ones(3), torch.ones(3)
 COUNTS, OTHERS = W.long(), V.long()
 Run = Callable[[Tensor], Any]
@@ -63,6 +64,7 @@ def test_another_batch_does_the_same(name: str) -> None:
     assert shown(first, torch.ones(3, 3)).is_like(shown(second, torch.ones(4, 3))) is (name in ALIKE)
 
 
+WIDTHS, PLACES = (torch.uint8, torch.int8, torch.int16, torch.int32), torch.arange(3)
 FACTS = ("limits_values", "names_places", "groups_rows", "float_types")
 GROUPS = torch.tensor([1, 3], dtype=torch.int32)
 SAYS: dict[str, tuple[Run, set[str]]] = {
@@ -71,6 +73,18 @@ SAYS: dict[str, tuple[Run, set[str]]] = {
     "integers of integers": (lambda x: torch.arange(3) + 1, set()),
     "places of the largest": (lambda x: x.argmax(), set()),
     "places taken": (lambda x: x.index_select(0, torch.arange(2)), {"names_places"}),
+    "an index written": (lambda x: COUNTS[torch.empty(3, dtype=torch.int64).copy_(x[:, 0] * 0)], {*FACTS[:2]}),
+    "an exponent": (lambda x: torch.frexp(x).exponent, {"limits_values"}),
+    "bits of a number": (lambda x: x.view(torch.int32), {"limits_values"}),
+    "a probability": (lambda x: F.binary_cross_entropy(x / 8, x / 8), {"limits_values"}),
+    "a check": (lambda x: torch._assert_async((x < 8).all()), {"limits_values"}),
+    "a table": (lambda x: COUNTS[PLACES], {"names_places"}),
+    "an embedding": (lambda x: F.embedding(PLACES, x), {"names_places"}),
+    "places gathered": (lambda x: x.gather(1, PLACES[:, None]), {"names_places"}),
+    "places of all": (lambda x: x.take(PLACES), {"names_places"}),
+    "places scattered": (lambda x: x.scatter(1, PLACES[:, None], 1.0), {"names_places"}),
+    "places copied": (lambda x: x.index_copy(0, PLACES, x), {"names_places"}),
+    **{f"{kind} of others": (lambda x, kind=kind: x.to(kind), {"limits_values"}) for kind in WIDTHS},
     "products": (lambda x: x @ x.T, {"float_types"}),
     "products of groups": (lambda x: torch._grouped_mm(x, torch.ones(2, 4, 4), GROUPS), {*FACTS} - {"limits_values"}),
 }

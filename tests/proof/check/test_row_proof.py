@@ -72,39 +72,6 @@ def test_a_callable_may_refuse_numbers_that_no_batch_held(name: str) -> None:
     assert reasons[-1] is (Reason.PADDED if has_rule else Reason.PADDING_UNPROVEN)
 
 
-WIDTHS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-LIMITED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = PARTICULAR | {
-    str(kind): lambda x, kind=kind: TABLE[(x[:, 0] * 3).to(kind).long()] + x for kind in WIDTHS
-}
-
-
-@pytest.mark.parametrize("name", [*LIMITED, "plain"])
-def test_numbers_that_no_batch_held_are_not_tried_where_a_gpu_would_fail_for_good(name: str) -> None:
-    """A GPU that meets a failing check, or an index out of range, is of no use to the process any more."""
-    step = make(LIMITED.get(name, lambda x: (x.softmax(-1).argmax(-1) > 1).to(torch.float32)), sizes=(4,))
-    step(torch.rand(4, 3))
-    assert shown_of(step).operators.limits_values is (name != "plain")
-
-
-NAMED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "table": lambda x: TABLE[x],
-    "embedding": lambda x: nn.functional.embedding(x, TABLE),
-    "select": lambda x: TABLE.index_select(0, x.flatten()).view(*x.shape, 3),
-    "gather": lambda x: TABLE[:, 0].expand(len(x), -1).gather(1, x),
-    "take": lambda x: TABLE.take(x),
-    "scatter": lambda x: torch.zeros(len(x), 5).scatter(1, x, 1.0),
-    "copy": lambda x: TABLE.clone().index_copy(0, x[:, 0], torch.ones(len(x), 3)).sum() + x,
-}
-
-
-@pytest.mark.parametrize("name", [*NAMED, "plain"])
-def test_integers_that_no_batch_held_are_not_tried_where_some_may_name_places(name: str) -> None:
-    """They may be out of range."""
-    step = make(NAMED.get(name, lambda x: ((x * 2 + 1) % 3).to(torch.float32).cumsum(1)), sizes=(4,))
-    step(torch.randint(0, 3, (4, 2)))
-    assert shown_of(step).operators.names_places is (name != "plain")
-
-
 def test_the_reason_names_the_operator_and_the_line() -> None:
     """``explain`` prints it; full batches are served."""
     step = make(lambda x: (x * 2, x - x.amax(0)), sizes=(4,))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .runs import Batch, D, by_rows, floats, ids, rows, rows_and_ids, rows_and_mask, sequences
+from .runs import Batch, D, by_rows, floats, ids, of_batches, put, rows, rows_and_ids, rows_and_mask, sequences
 
 F = nn.functional
 
@@ -169,7 +169,7 @@ ROWS: dict[str, Any] = {
     "guidance by chunks": lambda x: (lambda a, b: a + 2 * (b - a))(*(torch.cat([x, x]) @ W).chunk(2)),
     "guidance of three": lambda x: torch.cat([torch.cat([x, x * 2]) @ W, -x]).view(3, -1, D).sum(0),
     "guidance of single numbers": lambda x: torch.cat([x[:, 0], x[:, 1]], -1).view(2, -1).sum(0),
-    "guidance set by slices": lambda x: set_at(torch.cat([x, x * 2]), slice(0, len(x)), x).view(2, -1, D).sum(0),
+    "guidance set by slices": lambda x: put(torch.cat([x, x * 2]), slice(0, len(x)), x).view(2, -1, D).sum(0),
     "guidance by repeat": lambda x: (x.repeat(2, 1) @ W).view(2, x.shape[0], D).sum(0),
     "beams": lambda x: (x.repeat_interleave(3, 0) @ W).view(x.shape[0], 3, D).amax(1),
     "numbers of rows in a narrow type": lambda x: x + torch.arange(x.shape[0]).to(torch.bfloat16)[:, None],
@@ -192,13 +192,6 @@ ROWS: dict[str, Any] = {
 }
 
 
-def set_at(x: Tensor, place: Any, value: Any) -> Tensor:
-    """A copy that has a value at a place."""
-    y = x * 1
-    y[place] = value
-    return y
-
-
 def with_next(i: Tensor) -> Tensor:
     """Two numbers for each row."""
     return torch.stack([i, i + 1], 1)
@@ -211,10 +204,10 @@ def starts_of(i: Tensor) -> Tensor:
 
 WITH_IDS: dict[str, Any] = {
     "one-hot": lambda x, i: x * (i[:, None] == torch.arange(D)),
-    "flags of rows set": lambda x, i: set_at(x, x[:, 0] > 0, 1.0),
-    "flags of elements set": lambda x, i: set_at(x, x > 0, 1.0),
-    "columns set by a list": lambda x, i: set_at(x, (slice(None), FIXED), 1.0),
-    "one column of each row set": lambda x, i: set_at(x, (torch.arange(x.shape[0]), i), x[:, 0]),
+    "flags of rows set": lambda x, i: put(x, x[:, 0] > 0, 1.0),
+    "flags of elements set": lambda x, i: put(x, x > 0, 1.0),
+    "columns set by a list": lambda x, i: put(x, (slice(None), FIXED), 1.0),
+    "one column of each row set": lambda x, i: put(x, (torch.arange(x.shape[0]), i), x[:, 0]),
     "rows of a table": lambda x, i: TABLE.index_select(0, i),
     "a loss for each row": lambda x, i: F.cross_entropy(x, i, reduction="none"),
     "columns gathered": lambda x, i: x.gather(1, i[:, None]),
@@ -336,20 +329,16 @@ class Paged(nn.Module):
         return torch.softmax((self.keys[table] @ x[:, :, None])[..., 0], -1)
 
 
-def _of(make: Callable[..., Batch], **tables: dict[str, Any]) -> dict[str, tuple[Any, Callable[..., Batch]]]:
-    return {f"{table}: {name}": (fn, make) for table, cases in tables.items() for name, fn in cases.items()}
-
-
 INDEPENDENT = {
-    **_of(rows, rows=ROWS, mixture=MIXTURES),
-    **_of(rows_and_ids, ids=WITH_IDS),
-    **_of(sequences, sequences=SEQUENCES),
-    **_of(rows_and_mask, masked=MASKED),
-    **_of(floats(3, 8, 8), images=IMAGES),
-    **_of(floats(D, 9), lines=LINES),
-    **_of(
+    **of_batches(rows, rows=ROWS, mixture=MIXTURES),
+    **of_batches(rows_and_ids, ids=WITH_IDS),
+    **of_batches(sequences, sequences=SEQUENCES),
+    **of_batches(rows_and_mask, masked=MASKED),
+    **of_batches(floats(3, 8, 8), images=IMAGES),
+    **of_batches(floats(D, 9), lines=LINES),
+    **of_batches(
         ids, ids={"embedding": lambda i: F.embedding(i, TABLE).sum(1), "an end": lambda i: torch.isin(i, FIXED).any(1)}
     ),
-    **_of(cached, cache={"with rows of its own": attends_cache}),
-    **_of(paged, cache={"in pages": Paged()}),
+    **of_batches(cached, cache={"with rows of its own": attends_cache}),
+    **of_batches(paged, cache={"in pages": Paged()}),
 }

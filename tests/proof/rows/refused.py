@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from .independent import EXPERTS, TABLE, D, K, V, W, bounds_of, chosen_of, mixture, starts_of, with_next
-from .runs import Batch, rows, rows_and_ids, rows_and_mask
+from .independent import EXPERTS, FIXED, ONE, TABLE, D, K, V, W, bounds_of, chosen_of, mixture, starts_of, with_next
+from .runs import of_batches, put, rows, rows_and_ids, rows_and_mask
 
 F = nn.functional
-FIXED, ONE = torch.tensor([0, 2, 4]), torch.tensor(2)
 
 
 @torch.library.custom_op("graphdispatch_refused::branch", mutates_args=())
@@ -418,13 +417,6 @@ MIXES: dict[str, Any] = {
 # Places that a tensor names.
 
 
-def put(x: Tensor, place: Any, value: Any) -> Tensor:
-    """A copy that has a value at a place."""
-    y = x * 1
-    y[place] = value
-    return y
-
-
 def ranks(x: Tensor) -> Tensor:
     """Where each row lies among all, which is a place and no data."""
     return x[:, 0].argsort().argsort()
@@ -597,12 +589,8 @@ GRU = nn.GRU(D, D).eval()
 LSTM = nn.LSTM(D, D).eval().requires_grad_(False)
 
 
-def _of(make: Callable[..., Batch], **tables: dict[str, Any]) -> dict[str, tuple[Any, Callable[..., Batch]]]:
-    return {f"{table}: {name}": (fn, make) for table, cases in tables.items() for name, fn in cases.items()}
-
-
 REFUSED = {
-    **_of(rows, path=PATHS, number=NUMBERS, mixes=MIXES, index=BY_INDEX, mixture=MIXTURES, state=STATE),
-    **_of(rows_and_ids, ids=BY_IDS),
-    **_of(rows_and_mask, mask=BY_MASK),
+    **of_batches(rows, path=PATHS, number=NUMBERS, mixes=MIXES, index=BY_INDEX, mixture=MIXTURES, state=STATE),
+    **of_batches(rows_and_ids, ids=BY_IDS),
+    **of_batches(rows_and_mask, mask=BY_MASK),
 }

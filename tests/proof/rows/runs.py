@@ -112,3 +112,15 @@ def refusal(fn: Callable[..., Any], make: Callable[..., Batch] = rows, own: Sequ
     except Exception as error:
         return f"raises {type(error).__name__}: {error}"
     return verdict.mixes or verdict.unknown or "".join(map(str, verdict.space.restrictions))
+
+
+def put(x: Tensor, place: Any, value: Any) -> Tensor:
+    """A copy that has a value at a place."""
+    y = x * 1
+    y[place] = value
+    return y
+
+
+def of_batches(make: Callable[..., Batch], **tables: dict[str, Any]) -> dict[str, tuple[Any, Callable[..., Batch]]]:
+    """The programs of some tables, each with what makes its batch."""
+    return {f"{table}: {name}": (fn, make) for table, cases in tables.items() for name, fn in cases.items()}
