@@ -49,6 +49,7 @@ def simulate(keys: Sequence[int], room: int, *, guarded: bool) -> Outcome:
             entry.increment_replay()
             hits += 1
             continue
+        admission.look()
         since = admission.since(key)
         if since is None or (guarded and not cache.has_room(since)):
             admission.count_miss(key)

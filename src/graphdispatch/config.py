@@ -198,12 +198,12 @@ class CUDAGraphOptions(_Settings):
             watched, proven or put back, and the user vouches for what that module lists.
         max_failures: Failed captures of one key after which it stays eager; one that rebinds its state is tried ever
             more rarely.
-        capture_after: Sightings of a size, within 4,096 uses (replays in the process, and sightings), before it is
-            captured; 1 captures at once. None: 2, and 1 in ``CUDAGraphWrapper``.
+        capture_after: Sightings of a size, within 4,096 uses (replays in the process, and calls that are looked at),
+            before it is captured; 1 captures at once. None: 2, and 1 in ``CUDAGraphWrapper``.
         capture_share: The largest share of the time of calls that captures and comparisons may take, beside what graphs
             have saved. A graph is made once the calls of its size would have saved what that takes. The first capture
-            may take longer than the share, and is made at once if it is expected to take no longer than sixty calls. A
-            call whose graph has to wait runs eagerly. None, or ``capture_after=1``: no limit.
+            may take longer than the share, and is made at once if it is expected to take no longer than sixty calls,
+            which two calls show. A call whose graph has to wait runs eagerly. None, or ``capture_after=1``: no limit.
         max_signatures: The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at
             a time, and one more that waits for its second call. The least recently used one gives way to a new one that
             comes twice; one without a graph goes first. None: 32 in ``graphed``, 1024 elsewhere.

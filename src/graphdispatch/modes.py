@@ -73,12 +73,13 @@ class DispatchMode(Enum):
 
 
 class EntryState(Enum):
-    """The state of an entry, in the order in which they follow each other.
+    """The state of an entry.
 
     Attributes:
         CAPTURED: Captured, and its first replay agreed with eager.
-        VERIFIED: A second, different batch agreed too; from here on a hit only copies, replays and slices.
-        FAILED: A comparison or a replay failed.
+        VERIFIED: A second, different batch agreed too, or its capturer trusts it: a hit only copies, replays and
+            slices.
+        FAILED: A comparison or a replay failed; it may be compared again.
         EVICTED: Released; never replayed again.
     """
 

@@ -38,7 +38,10 @@ class Reason(Explained):
         "freeze() forbids captures and comparisons, and no graph was compared for such a batch before; unfreeze(), or "
         "prewarm before freeze() with real examples, under the same inference_mode and autocast",
     )
-    FIRST_SIGHTING = "first_sighting", "this size comes for the first time; it is captured when it comes again"
+    FIRST_SIGHTING = (
+        "first_sighting",
+        "this size has no graph; it is captured when it comes again",
+    )
     CONSTANT_CHANGES = (
         "constant_changes",
         "an argument that is no tensor has a new value in each call, and each value needs a graph of its own; pass it "

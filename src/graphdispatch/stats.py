@@ -207,7 +207,7 @@ class CUDAGraphStats(HitCounts, _Counted):
 
     @property
     def misses(self) -> int:
-        """Calls for which there was no graph."""
+        """Calls that no graph served, and for which none was compared."""
         return self.reasons.total() - self.verifications
 
     @property
@@ -222,7 +222,7 @@ class CUDAGraphStats(HitCounts, _Counted):
 
     @property
     def hit_rate(self) -> float:
-        """The share of calls for which there was a graph: hits and verifications; 0.0 before the first call."""
+        """The share of calls that a graph served, or was compared for; 0.0 before the first call."""
         return (self.hits + self.verifications) / self.calls if self.calls else 0.0
 
     @property

@@ -36,12 +36,23 @@ def test_which_misses_count(options: tuple[int, ...], misses: list[int], now: in
     clock = Clock(0)
     admission = Admission(*options, clock=clock)
     for clock.now in misses:
+        admission.look()
         admission.count_miss("key")
     clock.now = now
+    admission.look()
     assert admission.since("key") == since
     assert len(admission._misses) == bool(misses and options[0] > 1)
     admission.forget("key")
     assert admission.since("key") == (now if options[0] == 1 else None)
+
+
+def test_explain_is_no_use_of_a_graph() -> None:
+    """It moves no window: a miss before it counts after it."""
+    step = served([3])
+    step._server.graphs.cache.admission.window = 2
+    for _ in range(9):
+        step.explain(torch.ones(3, 3))
+    assert check_rows(step, 3) == [Reason.CAPTURED_NOW]
 
 
 def test_memory_is_bounded_by_the_window() -> None:
@@ -49,6 +60,7 @@ def test_memory_is_bounded_by_the_window() -> None:
     clock = Clock(0)
     admission = Admission(2, 100, clock=clock)
     for clock.now in range(10_000):
+        admission.look()
         admission.count_miss(clock.now)
     assert len(admission._misses) == 101
 
@@ -250,6 +262,13 @@ def test_the_first_call_alone_shows_little() -> None:
     assert not service.has_time(Work.FIRST, 1)
     service.call(1, 1 * MS)
     assert service.has_time(Work.FIRST, 1)
+
+
+def test_a_call_after_the_first_one_is_looked_at() -> None:
+    """By what both take, the first capture is short enough to be made at once."""
+    step = serve()
+    step._server.graphs.budget.first_capture_s = 30
+    assert check_rows(step, 2, 2, 2) == [Reason.FIRST_SIGHTING, Reason.CAPTURE_WAITS, Reason.CAPTURED_NOW]
 
 
 def test_further_captures_wait_for_a_tenth_of_the_time() -> None:

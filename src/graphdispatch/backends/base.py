@@ -15,6 +15,12 @@ Note [one capture at a time]
     torch allows only one capture at a time in a process (``torch/cuda/graphs.py``, "Not thread safe"). Every backend
     holds ``CAPTURE_LOCK`` from ``begin_capture`` to ``end`` or ``abort``. A thread that needs both locks takes the
     pool's lock first.
+
+Note [what no abstract method tells]
+    A backend of another kind does this, too: ``begin_capture`` refuses a capture within a capture, holds
+    ``CAPTURE_LOCK``, and puts the capture into ``watch.capture``; ``Capture.is_open`` is set while it records, and
+    ``watch.is_capturing``, if ``is_capturing`` reads that. Each replay adds one to the pool's ``generation``.
+    ``current_stream`` gives the same or an equal object while the stream is the same.
 """
 
 import threading
@@ -130,7 +136,7 @@ class Pool(Shared, ABC):
         self.replaying_on: int | None = None
         """The identifier of the thread that runs a replay, copies included; None if there is none."""
         self.inputs: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        """By ``id``, the static inputs and the outlets that graphs of the pool read: their ``buffers`` are used on the
+        """By ``id``, what graphs of the pool read: static inputs, and outlets, whose ``buffers`` are used on the
         streams of replays. Another thread may add some while ``valuerefs`` is read, which is a list."""
         renew_in_child(self)
 

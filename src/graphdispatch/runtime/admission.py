@@ -37,10 +37,11 @@ _OF_FIRST_RUNS = (Reason.STATE_REBOUND, Reason.STATE_UNSEEN)
 class Admission:
     """Counts misses of keys that have no graph; a key is captured at its ``capture_after``-th miss within ``window``.
 
-    Time is counted in uses: replays of any graph in the process, and misses. This class does not see hits. The time
-    of the first miss that counts is also how a full cache compares a newcomer with what it holds: an entry may go only
-    if it has not been used since (the rule of LIRS, Jiang and Zhang 2002). So neither a scan of odd sizes nor a cycle
-    over more sizes than there is room for evicts what is in use, and a size that comes often displaces what does not.
+    Time is counted in uses: replays of any graph in the process, and calls that are looked at. This class does not see
+    hits. The time of the first miss that counts is also how a full cache compares a newcomer with what it holds: an
+    entry may go only if it has not been used since (the rule of LIRS, Jiang and Zhang 2002). So neither a scan of odd
+    sizes nor a cycle over more sizes than there is room for evicts what is in use, and a size that comes often
+    displaces what does not.
 
     Memory is bounded by the window. Thread-safe: the servers of a manager share one.
     """
@@ -50,8 +51,14 @@ class Admission:
         self.capture_after = capture_after
         self.window = window
         self._clock = clock
+        self.now = 0
+        """When the latest call was looked at."""
         self._misses: dict[Hashable, deque[int]] = {}
         self._lock = make_lock()  # of what changes
+
+    def look(self) -> None:
+        """Begin to look at a call, or to capture without one: that is one use."""
+        self.now = self._clock()
 
     def since(self, key: Hashable) -> int | None:
         """If a miss of ``key`` now leads to a capture: the time of the first miss that counts; else None.
@@ -59,17 +66,17 @@ class Admission:
         That is now with ``capture_after=1``. Changes nothing.
         """
         if self.capture_after == 1:
-            return self._clock()
+            return self.now
         misses = self._misses.get(key)
         if misses is None or len(misses) < self.capture_after - 1:
             return None
-        return misses[0] if self._clock() - misses[0] <= self.window else None
+        return misses[0] if self.now - misses[0] <= self.window else None
 
     def count_miss(self, key: Hashable) -> None:
         """Count a call whose key has no graph and is not captured now."""
         if self.capture_after == 1:
             return
-        now = self._clock()
+        now = self.now
         with self._lock:
             misses = self._misses.pop(key, None) or deque(maxlen=self.capture_after - 1)
             misses.append(now)
@@ -146,7 +153,8 @@ class CaptureBudget:
     A graph is made once the calls of its size would have saved, with it, what its capture is expected to take. Each is
     taken to save as much as the replays so far did on average, but ``share`` of its time at least; and all of its
     time, before the first replay. So at worst, if no such call follows, twice the time that could have been saved is
-    lost. The first capture of all does not wait if it is expected to take no longer than sixty calls.
+    lost. The first capture of all does not wait if it is expected to take no longer than sixty calls; how long these
+    take is shown by the second one.
 
     All but the first capture may take ``share`` of the time that eager would take for the calls served so far, and
     besides what the graphs have saved. Only what they take beyond the eager run that answers their call counts. Each is
@@ -179,16 +187,21 @@ class CaptureBudget:
 
     def clear(self) -> None:
         """Forget what was done."""
-        self._spent_s, self._failed_s, self._eager_calls = 0.0, 0.0, 0
+        self._spent_s, self._all_failed_s, self._eager_calls = 0.0, 0.0, 0
         self._timed_s, self._timed_calls, self._most_s = 0.0, 0, 0.0
         self._took_s: dict[Work, float] = {}
         """How long the latest of each kind took."""
-        self._failure_s = 0.0
+        self._latest_failure_s = 0.0
         """How long the latest failed capture took."""
         self._at_once = 0
-        """So many more comparisons belong to the latest capture."""
+        """How many more comparisons belong to the latest capture."""
         self._owed = 0
-        """So many more captures wait for little: those of a prewarm that the first run of the callable prevented."""
+        """How many more captures wait for little: those of a prewarm that the first run of the callable prevented."""
+
+    @property
+    def is_informed(self) -> bool:
+        """Whether it is shown how long a call takes: the first one, which may load and compile, tells little."""
+        return self._timed_calls > 1
 
     def calls_until_time(self, work: Work = Work.FIRST, calls: int = 0, *, is_doubtful: bool = False) -> float:
         """After about how many more calls like this one there is time for it, as far as all run eagerly. There is now
@@ -203,14 +216,14 @@ class CaptureBudget:
         if self.share is None or (is_comparison and self._at_once > 0):
             return 0
         if self._owed > 0 and not is_comparison:
-            return _quotient(self._failure_s - self._served_s, self._later_s)
+            return _quotient(self._latest_failure_s - self._served_s, self._later_s)
         expected_s, share_s, each_s = self._expected_s(work), self.share * self._served_s, self.share * self._later_s
         lacking = 0.0 if is_comparison or self._is_short(work) else _quotient(expected_s, self._saving_s) - calls
         if self._took_s:
             lacking_s = self._spent_s + expected_s - share_s - self._count_saved()
             lacking = max(lacking, _quotient(lacking_s, each_s))
         if is_doubtful:
-            lacking_s = self._failed_s + self._failure_s - _SHARE_OF_FAILURES * share_s
+            lacking_s = self._all_failed_s + self._latest_failure_s - _SHARE_OF_FAILURES * share_s
             lacking = max(lacking, _quotient(lacking_s, _SHARE_OF_FAILURES * each_s))
         return lacking
 
@@ -250,8 +263,8 @@ class CaptureBudget:
                 self._took_s[work] = taken_s
                 self._at_once = _COMPARED_AT_ONCE if is_capture else max(self._at_once - 1, 0)
             else:
-                self._failed_s += taken_s
-                self._failure_s = taken_s
+                self._all_failed_s += taken_s
+                self._latest_failure_s = taken_s
 
     def learn(self, capture: Callable[[], CaptureResult], work: Work = Work.FIRST) -> CaptureResult:
         """``capture()``, which nobody waits for: it uses up nothing, and shows how long others will take."""
@@ -261,7 +274,7 @@ class CaptureBudget:
             self._took_s[work] = self.clock() - started
             self._owed = 0
         else:
-            self._failure_s = self.clock() - started
+            self._latest_failure_s = self.clock() - started
             self._owed += result.reason in _OF_FIRST_RUNS
         return result
 

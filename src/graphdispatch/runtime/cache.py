@@ -127,9 +127,9 @@ class GraphCache:
         """Whether there is room for one more entry, or would be without entries whose last use was before ``since``."""
         return self.victims(since=since) is not None
 
-    def admit(self, size: Hashable) -> Reason:
+    def admit(self, key: Hashable) -> Reason:
         """What becomes of a call whose size has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Changes nothing."""
-        since = self.admission.since(size)
+        since = self.admission.since(key)
         if since is None:
             return Reason.CAPTURED_NOW if self.fills_at_once and self.has_room(0) else Reason.FIRST_SIGHTING
         return Reason.CAPTURED_NOW if self.has_room(since) else Reason.CACHE_FULL

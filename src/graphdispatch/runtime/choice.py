@@ -25,7 +25,8 @@ class Choice(NamedTuple):
     """The size whose graph would serve the call; 0 if none can."""
     entry: CUDAGraphEntry | None = None
     matched: int = 0
-    """The number of rows as the signature has it."""
+    """What the signature counts, by which hits are found: the rows, or the plain number of the lengths. ``rows`` has an
+    ``Extents`` in place of that, and the size of the graph where the call has no rows."""
     parts: Parts | None = None
     """The parts in which it is served; None where it is not."""
 
@@ -113,7 +114,7 @@ def admit(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reason, str]:
     failure = group.blocked(size)
     if failure is not None:
         return failure.reason, failure.detail
-    if not group.missed_at and len(graphs.owned) > graphs.max_groups:
+    if not group.looked_at and len(graphs.owned) > graphs.max_groups:
         return Reason.FIRST_SIGHTING, ""
     if graphs.cache.is_frozen:
         return Reason.FROZEN, ""

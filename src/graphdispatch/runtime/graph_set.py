@@ -338,7 +338,9 @@ class GraphSet:
         group.inputs = self._shared_inputs(group.signature, group.inputs.capacity)
         return replace(result, detail=f"{result.detail}; from now on padding rows are copies of the last row")
 
-    def settle(self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry) -> CaptureResult | None:
+    def compare_on_made(
+        self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry
+    ) -> CaptureResult | None:
         """Compare a graph on as many batches made of one as its licence wants; on none where ranks would have to agree.
         What found a difference, or None."""
         for number in range(0 if self.cache.is_frozen or self.ranks is not None else _MOST_MADE):

@@ -245,8 +245,8 @@ class GraphGroup:
     example: list[Any] = field(default_factory=list)
     """The values of a call of two rows, so that further sizes can be captured when none is under way; empty if none is
     kept."""
-    missed_at: int = 0
-    """When the latest call took the slow path, in uses (``next_use``)."""
+    looked_at: int = 0
+    """When the latest call was looked at, in uses (``next_use``); 0 before the first."""
     is_of_constant: bool = False
     """Whether its first call differed from the one before it in constants alone."""
     unlike: str = ""
@@ -272,7 +272,7 @@ class GraphGroup:
     @property
     def last_used(self) -> int:
         """When the latest call came, with or without a graph, in uses."""
-        return max((self.missed_at, *(entry.last_used for entry in self.all_entries)))
+        return max((self.looked_at, *(entry.last_used for entry in self.all_entries)))
 
     @property
     def all_entries(self) -> list[CUDAGraphEntry]:

@@ -156,7 +156,7 @@ class Outputs:
         again: Callable[[list[Any]], Any] = (lambda made: build([made[p] for p in places])) if places else build
         return [makers[first] for first in firsts], again, returned
 
-    def parts(self, rows: int) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...], bool] | tuple[()]:
+    def for_core(self, rows: int) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...], bool] | tuple[()]:
         """What the core needs to return the outputs for ``rows`` real rows; empty where only ``ways_out`` tells.
 
         It is the tensors, whether each is the graph's own (the core clones these and returns the others themselves),

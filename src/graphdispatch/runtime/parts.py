@@ -58,7 +58,7 @@ class Parts:
     """
 
     native = None
-    """The core has no such replay; it calls ``run``."""
+    """The core has no such replay; it leaves the call to ``serve_in_python``."""
 
     def __init__(self, group: "GraphGroup", rows: int, parts: Sequence[Part]) -> None:
         self.rows, self.parts, self._specs = rows, tuple(parts), group.inputs.specs

@@ -292,7 +292,7 @@ class _Prewarm:
 
         They are a second batch unless the example has nothing but integers, since its rows are repeated.
         """
-        if (found := self._server.graphs.settle(group, leaves, entry.size, entry)) is not None:
+        if (found := self._server.graphs.compare_on_made(group, leaves, entry.size, entry)) is not None:
             return found
         least = group.route.table.min_batch_of(entry.size) if group.signature.has_rows else entry.size
         return _compare_padded(self._server.graphs, group, leaves, least, entry)
@@ -378,6 +378,7 @@ def capture_example(
         if isinstance(found, Refusal):
             raise CaptureError(f"no graph for {name}: {found.detail}", found.reason)
         group, leaves, _ = found
+        server.graphs.cache.admission.look()
         result = server.graphs.capture(group, leaves, rows, size, keep_effects=False)
         if result.entry is not None and rows < size:
             result = _compare_padded(server.graphs, group, leaves, rows, result.entry) or result

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 PerCall = Callable[[Sequence[Any]], bool]
 """Whether a hit may serve a call, by its flat values."""
 MOST_ALIKE = 8
-"""Calls with the first batch that a graph serves before it is compared on one made of it."""
+"""At the replay of this number, a graph that agreed with eager on one batch alone is compared on one that is made of
+it."""
 
 
 class Guard(Protocol):

@@ -62,7 +62,7 @@ class ReplayPlan:
             reads_watch = is_done_by_core(entry.backend.is_capturing)
             facts = entry.uses_rng, bool(entry.mutated), entry.written is not None, entry.default_device is not None
             about = self._size, self.counts, inputs, self._watched, is_inline, reads_watch, *facts
-            self.native = CORE.Plan(self, entry, rows, *about, *entry.outputs.parts(rows))
+            self.native = CORE.Plan(self, entry, rows, *about, *entry.outputs.for_core(rows))
 
     def clash(self, values: Sequence[Any]) -> str | None:
         """How the arguments of a call share memory that the graph writes, so that copies would not do; or None."""

@@ -4,8 +4,9 @@ A front end translates its caller's terms into a ``Route`` and passes the call o
 
 A hit, which a graph serves and that needs nothing else, matches the call, checks the guards, and executes a plan that
 was made before. Where there is a native core, ``serve`` is in it (``native/core/hit.cpp``), and
-``serve_in_python`` is the reference; it leaves to ``step`` what another group than the latest one serves. While a
-profiler of torch is on in the thread, the core leaves the call to ``serve_in_range``. Everything else is for ``step``.
+``serve_in_python`` is the reference; where arguments are nested, it leaves to ``step`` what another group than the
+latest one serves. While a profiler of torch is on in the thread, the core leaves the call to ``serve_in_range``.
+Everything else is for ``step``.
 """
 
 import logging
@@ -49,7 +50,6 @@ from .group import ALL_UNMATCHED, MOST_IN_A_ROW, Countdown, GraphGroup, Route, S
 from .health import FIRST_CALLS, Health
 from .parts import Parts
 from .protocols import MOST_ALIKE, Capturer, CaptureResult, Guard
-from .replay import next_use
 from .rules import callable_name
 from .signature import NO_MATCH, Refusal
 from .windows import WINDOWS, storages_of
@@ -188,16 +188,17 @@ class Server:
             return self._run_as_graphs(Decision.eager(closed), args, kwargs)
         if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
             decision = Decision.eager(Reason.NEEDS_GRADIENTS, detail=self.about_gradients(args, kwargs))
-            self.settle(route, args, kwargs, Choice(decision))
+            self.note_outcome(route, args, kwargs, Choice(decision))
             return self.run_eagerly(decision, args, kwargs)
         gradients = torch.is_grad_enabled()
         with _WithoutGradients():
             with WINDOWS.taking(self.lock) as is_taken:
                 if is_taken:
+                    self.graphs.cache.admission.look()
                     choice = self._as_all_ranks(self.look_at(route, args, kwargs, gradients=gradients))
-                    self.count(choice)
+                    self.note_look(choice)
                     is_done, answer = self.perform(choice)
-                    self.settle(route, args, kwargs, choice if is_done else answer)
+                    self.note_outcome(route, args, kwargs, choice if is_done else answer)
             if not is_taken:
                 return self.run_eagerly(Decision.eager(Reason.STATE_SHARED), args, kwargs)
             if is_done:
@@ -214,11 +215,11 @@ class Server:
         ranks, own = self.graphs.ranks, choice.decision.reason
         if ranks is None or self.graphs.cache.is_frozen or (agreed := ranks.choose(own)) is own:
             return choice
-        if agreed is Reason.CAPTURED_NOW:  # once more, where there is a graph
+        if agreed is Reason.CAPTURED_NOW:  # where this rank has a graph, it captures that once more
             return choice.not_served(agreed)._replace(entry=None)
         return choice.not_served(agreed, "" if agreed is Reason.VERIFIED_NOW else f"another rank: {agreed.text}")
 
-    def settle(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice) -> None:
+    def note_outcome(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice) -> None:
         """Have the next calls like one that ran eagerly do so without a look; or forget that they did, if a graph was
         made, compared or served. With ``strict`` each call is looked at, since it raises."""
         group, decision = choice.group, choice.decision
@@ -250,12 +251,10 @@ class Server:
             return min(failure.retry_at - group.misses[size] - 1, MOST_IN_A_ROW)
         if failure is None and choice.decision.reason is not Reason.CAPTURE_WAITS:
             return math.inf
-        # Graphs save time meanwhile, and calls may become longer.
-        work = group.work_for(choice.entry, size)
+        budget, work = self.graphs.budget, group.work_for(choice.entry, size)
         is_doubtful = work is not Work.COMPARISON and group.latest_failure is not None
-        return min(
-            self.graphs.budget.calls_until_time(work, group.misses[size], is_doubtful=is_doubtful) / 4, MOST_IN_A_ROW
-        )
+        calls = budget.calls_until_time(work, group.misses[size], is_doubtful=is_doubtful) if budget.is_informed else 0
+        return min(calls / 4, MOST_IN_A_ROW)  # graphs save time meanwhile, and calls may become longer
 
     def serve_unmatched(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that fits none of the groups that were looked at, or that needs gradients."""
@@ -309,12 +308,12 @@ class Server:
             return Choice(Decision.eager(Reason.NEEDS_GRADIENTS))
         return choice
 
-    def count(self, choice: Choice) -> None:
-        """Note a call that took the slow path, for admission, and which graph is of the present state."""
+    def note_look(self, choice: Choice) -> None:
+        """Note a call that was looked at, for admission, and which graph is of the present state."""
         group, size = choice.group, choice.size
         if group is None:
             return
-        group.missed_at = next_use()
+        group.looked_at = self.graphs.cache.admission.now
         if choice.entry is not None:
             group.use(choice.entry, choice.matched)
         if not size or choice.decision.reason.is_graph:
@@ -339,7 +338,7 @@ class Server:
             return True, self.after_eager(choice, partial(self.graphs.verify, *batch))
         if entry.state is EntryState.CAPTURED and entry.replay_count == MOST_ALIKE - 1:
             # Before the replay, since the caller may get the graph's own memory as the answer.
-            found = self.graphs.budget.pay(partial(self.graphs.settle, *batch), Work.COMPARISON)
+            found = self.graphs.budget.pay(partial(self.graphs.compare_on_made, *batch), Work.COMPARISON)
             if found is not None:
                 return False, choice.not_served(found.reason, found.detail)
         try:
@@ -378,11 +377,11 @@ class Server:
     def preview(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """What would be done with such a call now. Nothing is run or counted, but graphs whose weights
         have moved are released."""
-        if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
-            return Choice(Decision.eager(Reason.NEEDS_GRADIENTS, detail=self.about_gradients(args, kwargs)))
         closed = self.closed(route)
         if closed is not None:
             return Choice(Decision.eager(closed))
+        if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
+            return Choice(Decision.eager(Reason.NEEDS_GRADIENTS, detail=self.about_gradients(args, kwargs)))
         gradients = torch.is_grad_enabled()
         with torch.no_grad(), self.lock:
             return self.look_at(route, args, kwargs, gradients=gradients)

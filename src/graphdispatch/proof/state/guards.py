@@ -284,7 +284,7 @@ class StateGuard:
                 return f"{name}: another object in its place ({was})" if was == is_now else f"{name}: {was} -> {is_now}"
         if not all(call() for call in self._calls if isinstance(call, Results)):
             return "a functools.lru_cache lost what it held: raise its maxsize, or call it with no new tensors"
-        return "a weight, a module, or an entry of a container"
+        return "a weight, a module, an entry of a container, or an attribute that was not there"
 
     @property
     def storages(self) -> set[int]:
