@@ -58,11 +58,14 @@ class FollowedRun:
 
     def speaks_for(self, extents: Sequence[int]) -> bool:
         """Whether Python takes the path of the run for a batch of these extents."""
-        return all(extents[place] == 1 for place in self.single) and self._followed(extents) in self.verdict.space
+        return self._follows(extents) and self._followed(extents) in self.verdict.space
 
     def why_not(self, extents: Sequence[int]) -> str:
         """What keeps the run from speaking for a batch, in words."""
         return self.verdict.space.why_not(self._followed(extents))
+
+    def _follows(self, extents: Sequence[int]) -> bool:
+        return all(extents[place] == 1 for place in self.single)
 
     def _followed(self, extents: Sequence[int]) -> list[int]:
         return [_NO_EXTENT if place in self.single else extent for place, extent in enumerate(extents)]
@@ -74,29 +77,25 @@ class FollowedRun:
         speaks for the size.
         """
         extents = lengths_of(request.inputs.axes, request.size)
-        if operators.has_regions:
-            return self.speaks_for(extents)
-        return all(extents[place] == 1 for place in self.single) and self._computes(operators, extents)
+        return self.speaks_for(extents) if operators.has_regions else self._computes(operators, extents)
 
     def is_like(self, proof: RowProof, request: CaptureRequest, operators: OperatorTrace) -> bool:
         """Whether it did what the graph of the request's size does, which runs these operators and has this proof: for
         other extents, but with the same operators on the same tensors. A run that does not follow an axis has the
-        shapes that another run of the proof tells, which does."""
+        shapes that another run of the proof tells, which does, as it tells those of the graph."""
         axes, batch = request.inputs.axes, request.size
         runs = [one for one in proof.runs if isinstance(one, FollowedRun)]
         if operators.has_regions:  # compare with what the proof was made of
             first = next(iter(runs), self)
             operators, batch = first.operators, first.rows
-        own = lengths_of(axes, self.rows)
-        return self._computes(operators, lengths_of(axes, batch)) and (
-            not self.single or any(one.single <= self.single and one._computes(self.operators, own) for one in runs)
-        )
+        extents, own = lengths_of(axes, batch), lengths_of(axes, self.rows)
+        tell = runs if self.single else [self]
+        return any(one._computes(operators, extents) and one._computes(self.operators, own) for one in tell)
 
     def _computes(self, operators: OperatorTrace, extents: Sequence[int]) -> bool:
-        single = [extent for place, extent in enumerate(extents) if place in self.single]
-        return self.operators.is_like(operators) and self.verdict.has_shapes(
-            operators.shapes, self._followed(extents), single
-        )
+        """Whether these operators are those of the run, for a batch of these extents."""
+        is_like = self._follows(extents) and self.operators.is_like(operators)
+        return is_like and self.verdict.has_shapes(operators.shapes, self._followed(extents))
 
     def objection(self, *, is_word: bool) -> tuple[Reason, str] | None:
         """Why its rows may not be padded; ``is_word``: whether the user says that they are independent."""

@@ -1,6 +1,6 @@
 """What a run says of all batches."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -52,18 +52,13 @@ class Verdict:
         return not self.mixes and not self.unknown
 
     def has_shapes(
-        self,
-        shapes: Sequence[tuple[OpOverload, tuple[tuple[int, ...], ...]]],
-        extents: Sequence[int],
-        single: Sequence[int] = (),
+        self, shapes: Sequence[tuple[OpOverload, tuple[tuple[int, ...], ...]]], extents: Sequence[int]
     ) -> bool:
         """Whether a plain run of another batch is the run that the labels tell of.
 
         Args:
             shapes: The operators of the plain run in order, each with the shapes of what it took and gave.
             extents: The extents of its batch.
-            single: Those along axes that this run did not follow, since its batch had one element there. A dimension
-                may be so many times as long.
 
         Returns:
             Whether the operators are the same, and the tensors have the shapes of the labels. What no rule tells is
@@ -74,23 +69,11 @@ class Verdict:
             return False
         if any(extents[axis] != self.space.own[axis] for axis in self.sizes.fixed):
             return False
-        factors, extent_of = {1}, cache(lambda dim: dim if isinstance(dim, int) else self.sizes.at(dim, where))
-        for extent in single:
-            factors |= {factor * extent for factor in factors}
+        extent_of = cache(lambda dim: dim if isinstance(dim, int) else self.sizes.at(dim, where))
         for step, (operator, given) in zip(self.steps, shapes, strict=True):
             if step.operator != operator or len(step.dims) != len(given):
                 return False
             for dims, shape in zip(step.dims, given, strict=True):
-                if dims is None:
-                    continue
-                wanted = tuple(map(extent_of, dims))
-                if wanted != tuple(shape) and not _is_multiple(wanted, shape, factors):
+                if dims is not None and tuple(map(extent_of, dims)) != tuple(shape):
                     return False
         return True
-
-
-def _is_multiple(wanted: Sequence[int], shape: Sequence[int], factors: Collection[int]) -> bool:
-    """Whether each dimension is one of these multiples of what the labels tell."""
-    if len(wanted) != len(shape):
-        return False
-    return all(any(own == one * factor for factor in factors) for own, one in zip(shape, wanted, strict=True))
