@@ -235,7 +235,7 @@ class Caller:
 
     def _find_doubles(self) -> None:
         """A plain number of the same call that equals a size by chance would be taken for it: such a size is bound."""
-        leaves = list(_leaves((self.arguments, list(self.named.values()))))
+        leaves = list(_leaves((self.arguments, self.named)))
         plain = {v for v in leaves if type(v) is int}
         seen: dict[int, Num] = {}
         for number in leaves:
@@ -246,14 +246,12 @@ class Caller:
                     other.plain()
 
     def _size(self, value: Any) -> Any:
-        if isinstance(value, Num):
-            if value.own < 0:  # it would mean another thing than a size
-                return value.plain()
-            self.numbers.setdefault(value.own, value)
-            return value.own
-        if isinstance(value, (list, tuple)):
-            return tuple(map(self._size, value))
-        return _number(value)
+        return _changed(value, self._note_size)
+
+    def _note_size(self, number: SizeNumber) -> Any:
+        if not isinstance(number, Num) or number.own < 0:  # it would mean another thing than a size
+            return number.plain()
+        return self.numbers.setdefault(number.own, number).own
 
     def _index(self, value: Any) -> Any:
         if isinstance(value, slice):
@@ -288,42 +286,38 @@ def _is_same(one: Num, other: Num) -> bool:
     return one.values.shape == other.values.shape and is_equal(one.values, other.values)
 
 
-def _number(value: Any) -> Any:
-    """A value with plain numbers; they narrow the run."""
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A nest of lists, tuples and slices with something else in the place of each number made of sizes."""
     if isinstance(value, SizeNumber):
-        return value.plain()
+        return change(value)
     if type(value) is slice:
-        return slice(_number(value.start), _number(value.stop), _number(value.step))
+        return slice(*(_changed(one, change) for one in (value.start, value.stop, value.step)))
     if isinstance(value, (list, tuple)) and _has_numbers(value):
-        return list(map(_number, value)) if type(value) is list else tuple(map(_number, value))
+        made = [_changed(one, change) for one in value]
+        return made if type(value) is list else tuple(made)
     return value
 
 
+def _number(value: Any) -> Any:
+    """A value with plain numbers; they narrow the run."""
+    return _changed(value, SizeNumber.plain)
+
+
 def _leaves(value: Any) -> Iterator[Any]:
-    """The values in nests of lists, tuples and slices."""
-    if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _leaves(one)
-    elif type(value) is slice:
-        yield from (value.start, value.stop, value.step)
-    else:
+    """The values in nests of lists, tuples, dicts and slices."""
+    if type(value) is slice:
+        value = (value.start, value.stop, value.step)
+    elif isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
         yield value
-
-
-_NO_NUMBERS = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype})
-"""Classes of most arguments, in which no number made of sizes is."""
+        return
+    for one in value:
+        yield from _leaves(one)
 
 
 def _has_numbers(value: Any) -> bool:
-    if type(value) in _NO_NUMBERS:
-        return False
-    if isinstance(value, SizeNumber):
-        return True
-    if isinstance(value, (list, tuple)):
-        return any(map(_has_numbers, value))
-    if type(value) is slice:
-        return any(map(_has_numbers, (value.start, value.stop, value.step)))
-    return isinstance(value, dict) and any(map(_has_numbers, value.values()))
+    return any(isinstance(one, SizeNumber) for one in _leaves(value))
 
 
 def _size_answer(run: "RowRun", label: Label, tensor: Tensor, dim: Any = None) -> Any:
