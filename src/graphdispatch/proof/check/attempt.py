@@ -159,6 +159,7 @@ class CaptureAttempt:
         arguments: Sequence[torch.Tensor] | None = None,
         *,
         runner: Runner | None = None,
+        is_traced: bool = True,
     ) -> _T:
         """What ``read`` gives of what has watched a run on these values, of which nothing stays, and of its output. The
         operators are noted if its ``arguments`` are given. ``runner`` runs them.
@@ -168,7 +169,7 @@ class CaptureAttempt:
         trace: CodeTrace | None = self.eager.trace
         effects = recorder_of(self.request, arguments)
         try:
-            run = self._run(values, effects, partial(read, effects), runner=runner)
+            run = self._run(values, effects, partial(read, effects), runner=runner, is_traced=is_traced)
             found = run.make()
             trace = None  # nothing of its state has changed
             return found

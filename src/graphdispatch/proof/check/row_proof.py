@@ -25,7 +25,7 @@ from ...runtime.parts import MOST_PARTS
 from ...runtime.protocols import CaptureRequest
 from ...runtime.static_inputs import largest_within
 from ...sizes import extents_text, lengths_of, pack
-from ..rows.batches import BatchSpace
+from ..rows.batches import BatchSpace, LeftPathError
 from ..rows.run import RowRun
 from ..rows.verdict import Verdict
 from ..state.objects import is_library_code
@@ -241,22 +241,39 @@ def _batches(request: CaptureRequest) -> Iterator[int]:
 
 
 def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str:
-    """A run of so many rows, with its outputs; or why there is none. Raises what ends a capture."""
-    request, trace = attempt.request, attempt.eager.trace
-    users = (code for code in trace.codes.values() if not is_library_code(code.co_filename))
+    """A run of so many rows, with its outputs; or why there is none. Raises what ends a capture.
+
+    Its code is not traced while it takes the path of a batch whose code was traced. Where it leaves that, it ends
+    before Python goes on, and another run is traced from the start.
+    """
+    users = (code for code in attempt.eager.trace.codes.values() if not is_library_code(code.co_filename))
     if what := next(filter(None, (code_reads(code).number_compared for code in users)), ""):
         return f"the code {what}"
+    found = None if attempt.request.is_piecewise else _follow_path(attempt, rows, is_traced=False)  # breaks read data
+    return found or _follow_path(attempt, rows, is_traced=True) or ""
+
+
+def _follow_path(attempt: CaptureAttempt, rows: int, *, is_traced: bool) -> tuple[FollowedRun, Any] | str | None:
+    """``_follow``, whose code is traced; or else on the path of a traced batch. None where it is not on that."""
+    request = attempt.request
     axes, extents = request.inputs.axes, lengths_of(request.inputs.axes, rows)
     largest = lengths_of(axes, request.inputs.capacity)
     single = frozenset(place for place, own in enumerate(extents) if own == 1)
+    lengths = [lengths_of(axes, one) for one in (rows, *attempt.traced)]
+    own, *traced = (
+        [_NO_EXTENT if place in single else extent for place, extent in enumerate(one)]
+        for one in lengths
+        if all(one[place] == 1 for place in single)
+    )
     most_rows = largest[0] * min(MOST_PARTS, max(_MOST_BATCHES // prod(largest), 1))
     spaces = [range(1, max(most, _NO_EXTENT) + 1) for most in (most_rows, *largest[1:])]
+    space = BatchSpace(spaces, own, None if is_traced else traced)
+    if space.has_left_path:
+        return None
     values = batch_of(request, rows)
-    reached = [*request.tensors, *trace.walk.tensors, *tensors_in(list(request.values)), *values]
+    reached = [*request.tensors, *attempt.eager.trace.walk.tensors, *tensors_in(list(request.values)), *values]
     keys = {storage_key(one) for one in reached if type(one) in _PLAIN and is_strided(one) and not one.is_nested}
-    run = RowRun(
-        BatchSpace(spaces, [_NO_EXTENT if place in single else own for place, own in enumerate(extents)]), keys
-    )
+    run = RowRun(space, keys)
     for spec, value in zip(request.inputs.specs, values, strict=True):
         followed = {dim: axes.index(axis) for dim, axis in spec.spans if axes.index(axis) not in single}
         if followed:
@@ -268,14 +285,17 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
         operators = effects.dispatched
         return FollowedRun(rows, run.verdict(tensors_in(output)), operators, single), output
 
+    found: tuple[FollowedRun, Any] | str
     try:
-        with trace.of_another_batch():
-            return attempt.run_and_undo(request.values_with(values), read, values, runner=run)
-    except Exception as error:
-        if ends_capture(request.backend, error):
-            raise
+        with attempt.eager.trace.of_another_batch():
+            found = attempt.run_and_undo(request.values_with(values), read, values, runner=run, is_traced=is_traced)
+    except (Exception, LeftPathError) as left:
+        error = left.__context__ if isinstance(left, LeftPathError) else left  # what raises may be what leaves the path
+        if isinstance(error, Exception) and ends_capture(request.backend, error):
+            raise error from error.__cause__
         raised = str(error) if isinstance(error, CaptureError) else f"the call raises {type(error).__name__}: {error}"
-        return f"for {extents_text(axes, rows)} rows {raised}"
+        found = f"for {extents_text(axes, rows)} rows {raised}"
+    return None if space.has_left_path else found  # the callable may have caught it
 
 
 def batch_of(request: CaptureRequest, rows: int) -> list[torch.Tensor]:

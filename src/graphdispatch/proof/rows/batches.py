@@ -31,6 +31,11 @@ _MOST = 2**62
 _LONGEST_TEXT = 60
 
 
+class LeftPathError(BaseException):
+    """The run stands for none of the batches any more whose path it was to take; the user's ``except Exception`` must
+    not catch it."""
+
+
 class Restriction(NamedTuple):
     """Something by which the run stands for some batches alone."""
 
@@ -49,9 +54,13 @@ class BatchSpace:
     Args:
         extents: The extents along each axis: the numbers of rows, then lengths.
         own: The extents of the batch that the run is made with.
+        like: Batches of which the run is to take the path. Once it stands for none of them, ``LeftPathError`` is raised
+            before Python goes on; None: it may take any path.
     """
 
-    def __init__(self, extents: Sequence[range], own: Sequence[int]) -> None:
+    def __init__(
+        self, extents: Sequence[range], own: Sequence[int], like: Iterable[Sequence[int]] | None = None
+    ) -> None:
         self.extents, self.own = tuple(extents), tuple(own)
         self.at = tuple(extent.index(length) for extent, length in zip(extents, own, strict=True))
         self.restrictions: list[Restriction] = []
@@ -69,6 +78,9 @@ class BatchSpace:
         )
         """The extents as numbers, by axis."""
         self._ones = [number.values < 2 for number in self.numbers if number.own > 1]
+        self._like = None if like is None else [extents for extents in like if extents in self]
+        self.has_left_path = self._like == []
+        """Whether the run stands for none of the batches that it was to be like."""
 
     def of_run(self, values: Array) -> Any:
         """The entry of the run's own batch in an array that broadcasts to all batches."""
@@ -87,6 +99,9 @@ class BatchSpace:
         ):
             return
         self.restrictions.append(Restriction(mask, what, short_user_line() if at_line else ""))
+        self.has_left_path = self._like is not None and not any(extents in self for extents in self._like)
+        if self.has_left_path:
+            raise LeftPathError
 
     def restrict_to_own(self, axes: Iterable[int], what: str) -> None:
         """Speak for the extents of the run alone along these axes."""
