@@ -167,11 +167,14 @@ def test_further_comparisons_wait_for_time() -> None:
 
 
 def test_what_waits_says_so() -> None:
-    """``explain`` names the option, and ``strict`` lets such calls pass."""
+    """``explain`` names the option and tells the calls until then, and ``strict`` lets such calls pass."""
     step = settled()
     check_rows(step, 3)
     text = step.explain(torch.randn(3, 3))
+    check_rows(step, 3, 3)
     assert "raise capture_share" in text
+    assert "time after some" in text
+    assert text != step.explain(torch.randn(3, 3))
     assert Reason.CAPTURE_WAITS.leads_to_graph
 
 

@@ -1,12 +1,10 @@
 """What becomes of a call that is no hit: the choice, made of what is there. It changes nothing and runs nothing."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..modes import EntryState
 from ..reasons import Reason
-from ..showing import count
 from .decide import Decision
 from .entry import CUDAGraphEntry
 from .graph_set import GraphSet
@@ -131,18 +129,14 @@ def _reason_to_wait(
     """
     if graphs.cache.admission.capture_after == 1:
         return None
-    failure = group.latest_failure if entry is None else None
-    work = group.work_for(entry, size)
-    calls = graphs.budget.calls_until_time(work, group.misses[size], is_doubtful=failure is not None)
-    if calls <= 0:
+    if graphs.calls_until_time(group, entry, size) <= 0:
         return None
-    if failure is not None:
+    if entry is None and (failure := group.latest_failure) is not None:
         return failure.reason, failure.detail
     waits = Reason.CAPTURE_WAITS
     remedy = "raise capture_share" if group.is_prewarmed and entry is not None else waits.remedy
     sentence = waits.sentence if entry is None else "there is no time to compare the graph for such a batch yet"
-    after = f", but after some {count(math.ceil(calls))} more calls of this size" if calls < math.inf else ""
-    return waits, f"{sentence}{after}; {remedy}"
+    return waits, f"{sentence}; {remedy}"
 
 
 def _against_replay(

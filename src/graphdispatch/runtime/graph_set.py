@@ -225,6 +225,12 @@ class GraphSet:
         be an argument that lies in a graph's memory. Needs no lock."""
         return OutputView(answer, self.cache.pool) if self.returns_handles else answer
 
+    def calls_until_time(self, group: GraphGroup, entry: CUDAGraphEntry | None, size: int) -> float:
+        """After about how many more calls of ``size`` there is time to compare its ``entry``, or to capture one where
+        there is none; see ``CaptureBudget``."""
+        is_doubtful = entry is None and group.latest_failure is not None
+        return self.budget.calls_until_time(group.work_for(entry, size), group.misses[size], is_doubtful=is_doubtful)
+
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time. Those of
         a graph that somebody else captured stay out: another pool's lock guards them, and their owner frees them."""

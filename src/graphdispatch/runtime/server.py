@@ -38,6 +38,7 @@ from ..errors import FallbackError, ReplayError
 from ..modes import EntryState
 from ..native.bound import in_core
 from ..reasons import Reason
+from ..showing import count
 from .admission import Work
 from .attributes import holds_more, wants_gradient
 from .cache import GraphCache
@@ -251,9 +252,9 @@ class Server:
             return min(failure.retry_at - group.misses[size] - 1, MOST_IN_A_ROW)
         if failure is None and choice.decision.reason is not Reason.CAPTURE_WAITS:
             return math.inf
-        budget, work = self.graphs.budget, group.work_for(choice.entry, size)
-        is_doubtful = work is not Work.COMPARISON and group.latest_failure is not None
-        calls = budget.calls_until_time(work, group.misses[size], is_doubtful=is_doubtful) if budget.is_informed else 0
+        if not self.graphs.budget.is_informed:
+            return 0
+        calls = self.graphs.calls_until_time(group, choice.entry, size)
         return min(calls / 4, MOST_IN_A_ROW)  # graphs save time meanwhile, and calls may become longer
 
     def serve_unmatched(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -368,6 +369,10 @@ class Server:
         if rows and not (decision.rows and choice.group is not None and choice.group.signature.has_rows):
             decision = decision._replace(rows=rows, size=rows)
         parts = [decision.explain()]
+        if choice.group is not None and decision.reason is Reason.CAPTURE_WAITS:
+            calls = self.graphs.calls_until_time(choice.group, entry, choice.size)
+            text = f"there will be time after some {count(math.ceil(calls))} more calls of this size"
+            parts.append(text if calls < math.inf else "")
         if entry is not None and not decision.is_eager:
             assert choice.group is not None
             gain = choice.group.gain if choice.parts is None else None
