@@ -8,7 +8,7 @@ from ..reasons import Reason
 from .decide import Decision
 from .entry import CUDAGraphEntry
 from .graph_set import GraphSet
-from .group import GraphGroup, Hit
+from .group import GraphGroup
 from .parts import Parts, find_parts
 
 
@@ -50,32 +50,27 @@ def choose(graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], matched: 
     """
     decision = group.decide(matched)
     if decision.is_eager:
-        return _in_parts(group, Choice(decision, group, leaves, matched, matched=matched))
+        choice = Choice(decision, group, leaves, matched, matched=matched)
+        return _in_parts(group, choice) if decision.reason is Reason.ABOVE_LARGEST_SIZE else choice
     entry = group.current(decision.size)
     choice = Choice(decision, group, leaves, decision.rows, decision.size, entry, matched)
     if entry is None:
         return choice.not_served(*_without_graph(graphs, group, decision.size))
     reason, detail = _against_replay(graphs, group, leaves, decision.rows, entry)
     if reason is None:
-        return _in_parts(group, choice._replace(decision=decision._replace(mode=entry.mode)))
+        return choice._replace(decision=decision._replace(mode=entry.mode))
     return choice.not_served(reason, detail)
 
 
 def _in_parts(group: GraphGroup, choice: Choice) -> Choice:
-    """The choice to serve a batch in parts, where no graph can serve it alone or hits are made so; else as it was."""
-    decision, found = choice.decision, "the call is unlike those that were compared, or a mode is active"
-    if choice.entry is None:
-        parts = find_parts(group, choice.matched, group.current)
-    else:
-        hit = group.hits.get(choice.matched)
-        parts = hit.plan if isinstance(hit, Hit) and isinstance(hit.plan, Parts) else ""
-    if isinstance(parts, str):
-        found = parts
-    elif parts.entry.is_current() and parts.may_serve(choice.leaves) and parts.entry.fits_modes():
-        return choice._replace(decision=parts.decision, entry=parts.entry, size=0, parts=parts)
-    if not found or not decision.is_eager:
-        return choice
-    return choice._replace(decision=decision._replace(detail=f"{decision.detail}; not in parts: {found}"))
+    """The choice to serve a batch that no graph can serve alone in parts; else as it was, with the reason."""
+    decision, parts = choice.decision, find_parts(group, choice.decision.rows, group.current)
+    if isinstance(parts, Parts):
+        if parts.entry.is_current() and parts.may_serve(choice.leaves) and parts.entry.fits_modes():
+            return choice._replace(decision=parts.decision, entry=parts.entry, parts=parts)
+        parts = "the call is unlike those that were compared, or a mode is active"
+    detail = f"{decision.detail}; not in parts: {parts}" if parts else decision.detail
+    return choice._replace(decision=decision._replace(detail=detail))
 
 
 def _without_graph(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reason, str]:

@@ -305,10 +305,12 @@ class GraphGroup:
         is slower; needs no lock. None is made where a capture would take what that does for operators of its own."""
         if rows < 0 or self.backend.is_watched():
             return None
-        parts = find_parts(self, rows, self.latest)
-        if isinstance(parts, Parts):
-            return Hit(parts.entry, parts, parts.decision, parts.entry.guard, parts.may_serve)
         decision = self.decide(rows)
+        if decision.reason is Reason.ABOVE_LARGEST_SIZE:
+            parts = find_parts(self, decision.rows, self.latest)
+            if isinstance(parts, str):
+                return None
+            return Hit(parts.entry, parts, parts.decision, parts.entry.guard, parts.may_serve)
         entries = () if decision.is_eager else self.entries.get(decision.size, ())
         if not entries or not entries[0].licence.may_hit(entries[0], decision.rows):
             return None

@@ -1,17 +1,13 @@
-"""A batch that several graphs serve, each some of its rows, and whose outputs are put together.
+"""A batch above the largest size: several graphs serve it, each some of its rows, and their outputs are put together.
 
-So is a batch above the largest size, and one that takes less time in parts than padded: 5 rows by the graphs of 4 and
-1, in place of that of 8. The times of the graphs say what it takes in parts. Where one graph or eager is about as fast,
-it is not served so.
+The times of the graphs say what it takes in parts. Where eager is about as fast, it is not served so.
 
 That is safe where rows are proven to be independent, of each other and of their places in the batch, where a run
 speaks for the whole batch, too, and where the graphs write nothing: then each row is what eager gives for it. Outputs
 without rows depend on none, and are the same in all parts.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,11 +28,9 @@ MOST_PARTS = 8
 """A batch is served in so many parts at most."""
 _A_PART_MS = 0.02
 """What each part takes besides its replay, in milliseconds: arguments are cut, and outputs put together."""
-
-
-_MOST_OF_OTHERS, _LEAST_GAIN_MS = 0.9, 0.1
-"""Parts must take so much less than one graph and than eager. Few runs were timed, with warm caches; and a single short
-run may take as much longer than another."""
+_MOST_OF_EAGER, _LEAST_GAIN_MS = 0.9, 0.1
+"""Parts must take so much less than eager. Few runs were timed, with warm caches; and a single short run may take as
+much longer than another."""
 
 
 class Part(NamedTuple):
@@ -111,79 +105,43 @@ class Parts:
 
 
 def find_parts(group: "GraphGroup", rows: int, graph_of: Callable[[int], CUDAGraphEntry | None]) -> Parts | str:
-    """The parts in which a batch takes least time; or why it is served in none, which is empty where one graph does as
-    well.
+    """The parts in which a batch above the largest size is served: full ones, and the rest; or why it is not.
 
     Args:
         group: The group of the call.
         rows: The number of the batch.
         graph_of: The graph of a size, if there is one that may be used.
     """
-    decision, table, gain = group.decide(rows), group.route.table, group.gain
-    is_above = decision.reason is Reason.ABOVE_LARGEST_SIZE
-    if not group.route.serves_parts or not (is_above or (gain is not None and decision.reason is Reason.PADDED)):
-        return ""
-    axes, rows = group.inputs.axes, decision.rows
-    # A larger batch takes at least what the largest graph's takes, until three eager runs of it were timed.
-    like = table.largest if gain is not None and is_above and not gain.times.is_sure(rows) else rows
-    eager_s = gain.times.expected_s(like) if gain is not None else None
-    eager_ms = math.inf if eager_s is None else eager_s * 1e3
-    one = None if is_above else graph_of(decision.size)
-    least_ms = eager_ms if one is None else min(eager_ms, one.replay_ms)
-    if not is_above and _is_no_less(2 * (group.shortest_ms() + _A_PART_MS), least_ms):
+    table, gain, axes = group.route.table, group.gain, group.inputs.axes
+    if not group.route.serves_parts:
         return ""
     own, largest = lengths_of(axes, rows), lengths_of(axes, table.largest)
     if own[0] > MOST_PARTS * largest[0] or own[1:] > largest[1:]:
         return f"more than {MOST_PARTS} of them, or longer than the longest"
-    found = [_parts_of(group, rows, counts, graph_of) for counts in _divisions(own[0], table.extents[0][::-1])]
-    whole, best, against = found[0], list[Part](), ""
-    for best in sorted((parts for parts in found if not isinstance(parts, str)), key=_expected_ms):
-        if len(best) == 1:  # whether that may serve the batch is not for the parts to say
-            return ""
-        if not (why := next(filter(None, (_objection(part.entry, rows, part.rows) for part in best)), "")):
-            break
-        against = against or why
-    else:
-        return (whole if isinstance(whole, str) else against) if is_above else ""
-    parts, ms = Parts(group, rows, best), _expected_ms(best)
-    if ms < math.inf and _is_no_less(ms, least_ms):
-        times = f"{parts.text} it takes {milliseconds(ms)}, and an eager run {milliseconds(eager_ms)}"
-        return times if is_above else ""
-    return parts
-
-
-def _is_no_less(ms: float, others_ms: float) -> bool:
-    """Whether parts do not take clearly less than one graph and than eager."""
-    return ms >= _MOST_OF_OTHERS * others_ms or others_ms - ms < _LEAST_GAIN_MS
-
-
-def _divisions(rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The ways to divide rows: as one part, then as one for a full graph, the largest that is smaller, and the rest.
-
-    Args:
-        rows: How many there are.
-        sizes: The rows of the graphs, decreasing.
-    """
-    counts: tuple[int, ...] = ()
-    while len(counts) < MOST_PARTS:
-        if rows <= sizes[0]:
-            yield (*counts, rows)
-        full = next((size for size in sizes if size < rows), 0)
-        if not full:
-            return
-        counts, rows = (*counts, full), rows - full
+    parts = _parts_of(group, own, largest[0], graph_of)
+    if isinstance(parts, str):
+        return parts
+    if why := next(filter(None, (_objection(part.entry, rows, part.rows) for part in parts)), ""):
+        return why
+    found = Parts(group, rows, parts)
+    # A larger batch takes at least what the largest graph's takes, until three eager runs of it were timed.
+    like = table.largest if gain is not None and not gain.times.is_sure(rows) else rows
+    eager_s, ms = gain.times.expected_s(like) if gain is not None else None, _expected_ms(parts)
+    if eager_s is None or ms <= min(_MOST_OF_EAGER * eager_s * 1e3, eager_s * 1e3 - _LEAST_GAIN_MS):
+        return found
+    return f"{found.text} it takes {milliseconds(ms)}, and an eager run {milliseconds(eager_s * 1e3)}"
 
 
 def _parts_of(
-    group: "GraphGroup", rows: int, counts: Sequence[int], graph_of: Callable[[int], CUDAGraphEntry | None]
+    group: "GraphGroup", lengths: Sequence[int], most: int, graph_of: Callable[[int], CUDAGraphEntry | None]
 ) -> list[Part] | str:
-    """The parts of a batch, of so many rows each; or why there are none."""
+    """The parts of a batch, of ``most`` rows each but for the last one; or why there are none."""
     parts, axes = list[Part](), group.inputs.axes
-    lengths = lengths_of(axes, rows)[1:]
-    for first, count in zip(accumulate(counts, initial=0), counts, strict=False):
-        part = pack(axes, (count, *lengths))
+    for first in range(0, lengths[0], most):
+        count = min(most, lengths[0] - first)
+        part = pack(axes, (count, *lengths[1:]))
         # The graph of a single row may be of a path of its own, on which nothing is shown of others.
-        entry = graph_of(group.decide(pack(axes, (max(count, 2), *lengths))).size)
+        entry = graph_of(group.decide(pack(axes, (max(count, 2), *lengths[1:]))).size)
         if entry is None:
             return f"no graph is there for {part} rows"
         if parts and entry.default_device != parts[0].entry.default_device:
@@ -194,7 +152,7 @@ def _parts_of(
 
 def _expected_ms(parts: Sequence[Part]) -> float:
     """What parts take, in milliseconds; infinite if a replay of one was never timed."""
-    return sum(part.entry.replay_ms for part in parts) + (_A_PART_MS * len(parts) if len(parts) > 1 else 0.0)
+    return sum(part.entry.replay_ms + _A_PART_MS for part in parts)
 
 
 def _objection(entry: CUDAGraphEntry, rows: int, part: int) -> str:
