@@ -93,7 +93,11 @@ def _prefix(x: torch.Tensor) -> torch.Tensor:
     return _attention(x, (own >= others) | (others < 4))
 
 
-@pytest.mark.parametrize("fn", [_blocks, _chunks, _prefix])
+def _counted(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.ones_like(x).sum(1, keepdim=True) > 3, x * 2, x)
+
+
+@pytest.mark.parametrize("fn", [_blocks, _chunks, _prefix, _counted])
 def test_sequence_mixed_at_some_lengths(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """What meets padding at some lengths alone runs eagerly, though the early batches have others."""
     step = make(fn, dynamic={"x": DIMS}, sizes=[4])

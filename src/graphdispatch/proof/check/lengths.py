@@ -23,13 +23,15 @@ Note [what real elements hide]
 Note [what a length hides]
     Elements that meet in blocks, or as far ahead as a window reaches, meet padding at some lengths alone. So padding
     is replaced behind the shortest length that would be padded, the longest, and one between, too; and again for a
-    graph of a longer one. Another length may decide which elements meet padding, as in causal attention to another
-    sequence. So it is replaced before the longest along the other axes, too. The masks of a batch may hide the elements
-    that meet padding. So it is replaced behind elements that masks show, too.
+    graph of a longer one. A count of the elements of a length is that of the graph, whatever padding holds, and may
+    matter at some lengths alone. So eager runs each of these batches, and a replay must give the same. Another length
+    may decide which elements meet padding, as in causal attention to another sequence. So padding is replaced before
+    the longest along the other axes, too. The masks of a batch may hide the elements that meet padding. So it is
+    replaced behind elements that masks show, too.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -47,6 +49,8 @@ from .compare import coarsest, difference, tolerance_for
 from .licence import RowProof, float_types_of, shown_of
 from .padding import Padding, Rows, edge, far, may_replace, takes_any_value, uniform
 from .row_proof import batch_of
+
+_Read = Sequence[tuple[str, torch.Tensor]]
 
 
 class PaddingReplays:
@@ -113,19 +117,18 @@ class PaddingReplays:
     def _changes(self, kept: tuple[int, ...]) -> str:
         """What other padding changes, in words, if these arguments keep theirs; empty for nothing."""
         for name, rows, real in self._batches(kept):
-            base: list[tuple[str, torch.Tensor]] | None = None
-            for what, padding in (("", []), *self._paddings(kept)):
+            before = self._eager(rows, real)
+            for what, padding in (("what its rule says", []), *self._paddings(kept)):
                 try:
                     self._attempt.replay_with(self._entry, rows, Padding(what, padding, real, self._along))
                 except Exception as error:
                     if ends_capture(self._request.backend, error):
                         raise
                     return f"{what}{name} the call raises {type(error).__name__}: {error}"
-                read = self._read(rows)
-                if base is None:
-                    base = read
-                elif gap := self._gap(base, read):
+                read = self._replayed(rows)
+                if gap := self._gap(before, read) if padding else self._gap_to_eager(before, read):
                     return f"{what} in the padding{name}, {gap}"
+                before = read
         return ""
 
     def _batches(self, kept: Collection[int]) -> Iterator[tuple[str, int, Sequence[torch.Tensor]]]:
@@ -153,21 +156,35 @@ class PaddingReplays:
     def _differs_from_eager(self, kept: Collection[int]) -> str:
         """How a replay differs from eager for other real elements, in words: see Note [what real elements hide]."""
         for name, real in self._other_reals(kept):
-            alone = [spec.cut(value, self._rows).clone() for spec, value in zip(self._specs, real, strict=True)]
-            self._attempt.start_over("running eager on other elements")
-            try:  # the callable may not take such values
-                want = self._attempt.run_and_undo(
-                    self._request.values_with(alone), lambda _, output: [t.clone() for t in tensors_in(output)]
-                )
+            want = self._eager(self._rows, real)
+            try:
                 self._attempt.replay_with(self._entry, self._rows, Padding(name, [], real, self._along))
             except Exception as error:
                 if ends_capture(self._request.backend, error):
                     raise
                 continue
-            for index, (a, b) in enumerate(zip(want, self._entry.outputs.peek(self._rows), strict=True)):
-                dtype = coarsest(a.dtype, float_types_of(self._entry))
-                if (gap := difference(a, b, tolerance_for(dtype, exact=False))) is not None:
-                    return f"{name} in place of the real elements, output {index} is not what eager gives: {gap}"
+            if gap := self._gap_to_eager(want, self._replayed(self._rows)):
+                return f"{name} in place of the real elements, {gap}"
+        return ""
+
+    def _eager(self, rows: int, real: Sequence[torch.Tensor]) -> _Read:
+        """What eager leaves for these elements; nothing if the callable does not take them."""
+        alone = [spec.cut(value, rows).clone() for spec, value in zip(self._specs, real, strict=True)]
+        self._attempt.start_over("running eager on other elements")
+        try:
+            return self._attempt.run_and_undo(
+                self._request.values_with(alone), lambda _, output: self._read(tensors_in(output), alone)
+            )
+        except Exception as error:
+            if ends_capture(self._request.backend, error):
+                raise
+            return []
+
+    def _gap_to_eager(self, want: _Read, got: _Read) -> str:
+        for (name, a), (_, b) in zip(want, got, strict=bool(want)):
+            dtype = coarsest(a.dtype, float_types_of(self._entry))
+            if (gap := difference(a, b, tolerance_for(dtype, exact=False))) is not None:
+                return f"{name} is not what eager gives: {gap}"
         return ""
 
     def _other_reals(self, kept: Collection[int]) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -242,7 +259,7 @@ class PaddingReplays:
             return (edge if operators.limits_values else far)(sign, spec, value, size)
         return uniform(place, spec, value, size)
 
-    def _gap(self, base: Sequence[tuple[str, torch.Tensor]], got: Sequence[tuple[str, torch.Tensor]]) -> str:
+    def _gap(self, base: _Read, got: _Read) -> str:
         for (name, a), (_, b) in zip(base, got, strict=True):
             exact = not self._operators.groups_rows  # groups of rows are multiplied with what lies beside them
             gap = None if bits_equal(a, b) else difference(a, b, tolerance_for(a.dtype, exact=exact))
@@ -250,18 +267,24 @@ class PaddingReplays:
                 return f"{name} changes: {gap}"
         return ""
 
-    def _read(self, rows: int) -> list[tuple[str, torch.Tensor]]:
-        """Copies of the real elements of what the latest replay gave, and of the state that padding must leave
+    def _replayed(self, rows: int) -> _Read:
+        """The real elements of what the latest replay left."""
+        inputs = self._request.inputs
+        arguments = [inputs.real(index, rows, self._request.size) for index in range(len(self._specs))]
+        return self._read(self._entry.outputs.peek(rows), arguments)
+
+    def _read(self, outputs: Iterable[torch.Tensor], arguments: Sequence[torch.Tensor]) -> _Read:
+        """Copies of these outputs, of the arguments that the call writes, and of the state that padding must leave
         alone."""
         request, entry, eager = self._request, self._entry, self._attempt.eager
-        values = [(f"output {index}", output.clone()) for index, output in enumerate(entry.outputs.peek(rows))]
+        values = [(f"output {index}", output.clone()) for index, output in enumerate(outputs)]
         for index in entry.mutated:
-            name = f"argument {request.inputs.specs[index].name!r}, which the call writes,"
-            values.append((name, request.inputs.real(index, rows, request.size).clone()))
+            name = f"argument {self._specs[index].name!r}, which the call writes,"
+            values.append((name, arguments[index].clone()))
         if request.options.padding_writes == "refuse":
-            arguments = set(map(storage_key, eager.arguments))
+            own = set(map(storage_key, eager.arguments))
             for region in eager.effects.regions:
-                if not region.is_generator and storage_key(region.target) not in arguments:
+                if not region.is_generator and storage_key(region.target) not in own:
                     values.append((f"state of shape {tuple(region.target.shape)}", region.read().clone()))
         return values
 
