@@ -74,19 +74,6 @@ def test_a_script_is_not_padded_by_itself() -> None:
     assert step.stats.hits == 1
 
 
-def test_a_number_is_an_argument_of_its_own() -> None:
-    """As the schema names it; another value is another signature."""
-    fn = torch.jit.script(scaled)
-    step = gd.graphed(fn, dynamic={"x": 0, "y": 0}, sizes=(4,))
-    for times in (2, 3):
-        for _ in range(4):
-            x, y = torch.randn(2, 4, 4)
-            torch.testing.assert_close(step(x, y, times=times), fn(x, y, times))
-        assert step.last_decision.reason is gd.Reason.EXACT
-    with pytest.raises(gd.ConfigError, match="expected one of \\['x', 'y', 'times'\\]"):
-        gd.graphed(fn, dynamic={"z": 0}, sizes=(4,))(x, y)
-
-
 def test_a_package_of_aotinductor_is_refused_in_words(capfd: pytest.CaptureFixture[str]) -> None:
     """Its kernels run past torch's dispatcher, so that no graph of the CPU holds them; nothing is tried."""
     spec = torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),)).call_spec

@@ -399,14 +399,6 @@ def test_what_follows_a_length_besides_tensors_is_that_of_the_batch(name: str) -
     assert step.stats.captures == 1
 
 
-def test_a_number_among_outputs_leaves_batches_with_the_same_number() -> None:
-    """Rows are padded where the number follows the length alone, and the reason names the output."""
-    step = served(OF_LENGTHS["a length"], "x", sizes=[4])
-    reasons = check_rows(step, *[(4, 16, 3), (4, 16, 3), (3, 16, 3), (2, 16, 3), (2, 15, 3)])
-    assert reasons[3:] == [Reason.PADDED, Reason.PATH_CHANGES]
-    assert "an output is a number made of a length (s)" in step.last_decision.detail
-
-
 def test_a_table_by_place_in_a_picture_is_that_of_the_batch() -> None:
     """The place of a patch follows the width, so that graphs serve pictures of their own width alone."""
     dynamic = {"x": {0: "b", 1: Dim("h", sizes=[8]), 2: Dim("w", sizes=[8])}}

@@ -251,20 +251,14 @@ def test_a_node_that_holds_more_than_its_leaves_is_refused(make: Callable[[], An
     assert "with more than its pytree holds" in serve.last_decision.detail
 
 
-def test_an_attribute_that_comes_later_is_seen() -> None:
-    """The call runs eagerly from then on."""
-    serve = _serve(lambda x, b: x * getattr(b, "by", 1), lambda: Whole(X))
+def test_a_dataclass_of_leaves_alone_is_served() -> None:
+    """Its constants are compared as those of arguments are; one with an attribute that comes later runs eagerly."""
+    serve = _serve(lambda x, b: x * (1 + b.step) * getattr(b, "by", 1), lambda: Whole(X))
     assert serve.last_decision.reason.name == "EXACT"
+    assert _answer(serve, Whole(X, 5)) == 6.0
     batch = Whole(X)
     batch.by = 3  # type: ignore[attr-defined]
     assert _answer(serve, batch) == 3.0
-
-
-def test_a_dataclass_of_leaves_alone_is_served() -> None:
-    """Its constants are compared as those of arguments are."""
-    serve = _serve(lambda x, b: x * (1 + b.step), lambda: Whole(X))
-    assert serve.last_decision.reason.name == "EXACT"
-    assert _answer(serve, Whole(X, 5)) == 6.0
 
 
 @pytest.mark.parametrize(

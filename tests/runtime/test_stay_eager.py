@@ -181,7 +181,7 @@ def test_calls_of_other_looks_are_distinguished(name: str) -> None:
 
 
 def test_a_look_tells_nothing_of_the_thread() -> None:
-    """Within somebody's mode the reason is the mode; after ``clear`` the call is looked at again."""
+    """Within somebody's mode the reason is the mode."""
     fn, args, reason = CALLS["an object"]
     step = serve(fn)
     for _ in range(5):
@@ -191,7 +191,6 @@ def test_a_look_tells_nothing_of_the_thread() -> None:
     assert step.last_decision.reason is Reason.MODE_ACTIVE
     step(*args)
     assert step.last_decision.reason is reason
-    step.clear()
 
 
 @pytest.mark.parametrize("prewarms", [False, True])
@@ -340,16 +339,6 @@ def test_answers_need_no_gradients_where_graphs_give_none(is_asleep: bool) -> No
             assert not step(torch.ones(3, 3)).requires_grad
         assert step(torch.ones(3, 3, requires_grad=True)).requires_grad
     assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
-
-
-def test_new_constants_are_not_all_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that differs in each call makes a new signature each time, which costs; calls of it stay eager."""
-    step = graphed(lambda x, t: x * t, dynamic={"x": 0}, sizes=(4,))
-    looks = Looks(step, monkeypatch)
-    x = torch.ones(4, 3)
-    for number in range(MANY):
-        assert torch.equal(step(x, float(number)), x * number)
-    assert looks.count < MANY / 4
 
 
 def test_forms_without_end_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from graphdispatch.engines import CUDAGraphWrapper, Health
 from graphdispatch.errors import FallbackError
 
 from ..helpers import Spy, check_rows
-from .test_capture_share import settled
 
 X = torch.randn(3, 8)
 
@@ -81,29 +80,40 @@ def test_a_new_callable_has_no_other_calls() -> None:
     assert step.explain(X) == f"eager, 3 rows: {Reason.FIRST_SIGHTING.text}"
 
 
-def test_graphs_that_a_new_buffer_ended_are_named() -> None:
-    """By ``explain`` and ``health``, with the buffer; prewarm() captures again; writing in place keeps them."""
+ENDED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a buffer": (
+        lambda model: setattr(model, "mean", model.mean + 1),
+        "mean: another tensor in its place; copy_() into the old one keeps its graphs)",
+    ),
+    "a module": (
+        lambda model: setattr(model, "layer", nn.Linear(8, 8).eval()),
+        "layer: another object in its place (a torch.nn.modules.linear.Linear)",  # both would look the same in words
+    ),
+    "a type": (torch.nn.Module.double, ""),
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_graphs_that_a_change_ended_are_named(name: str) -> None:
+    """By ``explain``, the decision and ``health``, with what changed, also for a call of another signature; prewarm()
+    captures again. Writing in place keeps them."""
+    change, said = ENDED[name]
     step = prewarmed(X)
     model = step.unwrap()
     model.mean.copy_(model.mean + 1)
     step(X)
     assert step.last_decision.reason is Reason.PADDED
-    model.mean = model.mean + 1
-    change = "mean: another tensor in its place; copy_() into the old one keeps its graphs"
-    step(X)
-    assert f"its graphs are gone, since the callable changed ({change})" in step.last_decision.detail
+    change(model)
+    x = X.to(model.layer.weight.dtype)
+    why = f"its graphs are gone, since the callable changed ({said}"
+    assert why in step.explain(x)
+    step(x)
+    assert why in step.last_decision.detail
     assert "or by prewarm()" in step.last_decision.detail
-    assert f"1 of 1 graphs are gone (changed: {change})" in str(step.health())
-    step.prewarm(X)
-    torch.testing.assert_close(step(X), model(X))
+    assert f"1 of 1 graphs are gone (changed: {said}" in str(step.health())
+    step.prewarm(x)
+    torch.testing.assert_close(step(x), model(x))
     assert step.last_decision.reason is Reason.PADDED
-
-
-def test_graphs_that_another_dtype_ended_are_gone_for_other_calls_too() -> None:
-    """The call has a signature of its own, which never had a graph."""
-    step = prewarmed(X)
-    step.unwrap().double()
-    assert "its graphs are gone, since the callable changed (" in step.explain(X.double())
 
 
 def test_numbers_of_rows_that_differ_are_named_with_what_to_do() -> None:
@@ -133,13 +143,6 @@ def test_a_cache_that_each_run_empties_is_named() -> None:
     assert all("a functools.lru_cache lost what it held" in why for why in report.left_out.values())
     check_rows(step, 4, 4)
     assert "a functools.lru_cache lost what it held" in step.explain(torch.randn(4, 3))
-
-
-def test_another_module_in_the_place_of_one_is_named() -> None:
-    """Both would look the same in words."""
-    step = prewarmed(X)
-    step.unwrap().layer = nn.Linear(8, 8).eval()
-    assert "layer: another object in its place (a torch.nn.modules.linear.Linear)" in step.explain(X)
 
 
 def loose(x: Tensor) -> Tensor:
@@ -214,16 +217,6 @@ def test_the_argument_and_its_values_are_named() -> None:
     run(few, 2)
     assert "argument 't' was 0.0, and is 0.01" in few.last_decision.explain()  # type: ignore[union-attr]
     assert "argument 't' was 0.0, and is 0.01" in str(few.health())
-
-
-def test_a_constant_whose_capture_waits_is_named() -> None:
-    """It has other values than the calls that have graphs."""
-    step = settled(fn=lambda x, by=1.0: x * by)
-    step.prewarm(torch.randn(3, 3), 1.0)
-    for _ in range(3):
-        step(torch.randn(3, 3), 2.0)
-    assert step.last_decision.reason is Reason.CAPTURE_WAITS
-    assert "argument 'by' was 1.0, and is 2.0" in step.last_decision.detail
 
 
 def test_its_remedies_are_right() -> None:
@@ -314,17 +307,6 @@ def test_every_front_end_with_counters_tells() -> None:
     health = CUDAGraphWrapper(torch.relu).health()
     assert health == Health(0, 0.0, 0, 0, ())
     assert str(health) == "no call came yet"
-
-
-def test_what_no_graph_can_hold_is_said_with_its_line() -> None:
-    """As ``explain`` says it, where failures are the cause."""
-    step = graphed(lambda x: x * x.sum().item(), dynamic={"x": 0}, options=CUDAGraphOptions(capture_after=1))
-    step(torch.ones(4, 2))
-    (detail,) = step.health().details
-    assert detail in str(step.health())
-    assert "test_why_no_graph.py" in detail
-    assert ".item()" in detail
-    assert "CaptureError" not in detail
 
 
 RUNS, COUNTED = Spy(), list[int]()
