@@ -346,17 +346,6 @@ def test_each_batch_reads_its_own_tensors(
             assert_same(step(x), model(x), step.explain(x), rtol=1e-4, atol=1e-4)
 
 
-def test_a_batch_that_reads_another_weight_says_so() -> None:
-    """It stays eager, with the line that decides; the others are padded."""
-    model = Pairs(READS["another weight"], 6).eval()
-    step = make(model, sizes=(8,))
-    for rows in ROWS:
-        step(torch.randn(rows, 4))
-    assert "Python decides by the number of rows" in step.explain(torch.randn(5, 4))
-    reasons = {rows: (step(torch.randn(rows, 4)), step.last_decision.reason)[1] for rows in (5, 7)}
-    assert reasons == {5: Reason.PATH_CHANGES, 7: Reason.PADDED}
-
-
 def test_a_single_row_is_padded_where_torch_makes_a_view_for_it() -> None:
     """Where there is one row, ``reshape`` copies nothing; that is no other path."""
     model = nn.Linear(4, 4)

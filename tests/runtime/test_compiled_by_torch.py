@@ -100,8 +100,6 @@ def test_code_of_the_compiler_that_cannot_be_hashed_is_refused() -> None:
         return apply(x + 1, lambda v: v * 2) + 1
 
     serve = gd.graphed(model, dynamic={"x": 0}, options=gd.CUDAGraphOptions(capture_share=None))
-    with torch.no_grad():
-        for _ in range(4):
-            assert torch.equal(serve(torch.ones(4, 3)), torch.full((4, 3), 5.0))
+    check_calls(serve, *[torch.ones(4, 3)] * 4, fn=lambda x: x * 5)
     assert serve.last_decision.reason.name == "STATE_UNSEEN"
     assert "torch.compile made" in serve.last_decision.detail

@@ -75,12 +75,3 @@ def test_memory_is_bounded_and_answers_stay_right() -> None:
         assert memo[question] == -question
         assert len(memo) <= 4
     assert 99 in memo
-
-
-def test_an_error_is_not_kept() -> None:
-    """What cannot be answered is tried again."""
-    divisors = iter([0, 1])
-    memo = Memo[int, int](lambda question: 1 // next(divisors), 4)
-    with pytest.raises(ZeroDivisionError):
-        memo[0]
-    assert memo[0] == 1

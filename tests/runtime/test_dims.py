@@ -236,20 +236,6 @@ def test_bad_dims_are_named(how: dict[str, Any], message: str) -> None:
     assert Dim("seq", max_size=5).all_sizes() == (5,)
 
 
-@pytest.mark.parametrize(
-    ("dims", "message"),
-    [
-        ({0: "batch", 2: "seq"}, r"dynamic\['x'\]\[2\] = 'seq' is out of range.*\(3, 4\)"),
-        ({1: "batch", -1: "seq"}, "names dimension 1 of the tensor twice"),
-    ],
-    ids=["out of range", "twice"],
-)
-def test_a_dimension_out_of_range_is_named(dims: dict[int, str], message: str) -> None:
-    """At the first call, with the tensor's shape."""
-    with pytest.raises(ConfigError, match=message):
-        graphed(lambda x: x * 2, dynamic={"x": dims})(torch.ones(3, 4))
-
-
 def attend(x: Tensor, mask: Tensor) -> Tensor:
     """Attention under a mask."""
     scores = (x @ x.transpose(1, 2)).masked_fill((mask == 0)[:, None], -1e9)

@@ -268,22 +268,6 @@ def test_a_rule_of_the_user_stays() -> None:
     assert {spec.name: spec.pads[0] for spec in step._route.groups[0].inputs.specs}["length"] == Pad.value(0)
 
 
-def test_a_callable_that_fails_for_any_padding_is_not_tried_for_ever() -> None:
-    """It runs eagerly, with its reason, as where a graph fails for another cause."""
-
-    def odd(x: Tensor) -> Tensor:
-        if len(x) == 8:
-            raise ValueError("no batch of 8")
-        return x * 2
-
-    step = graphed(odd, dynamic={"x": 0}, sizes=(8,), options=AT_ONCE)
-    reasons = check_calls(step, *[(torch.randn(3, 2),) for _ in range(200)])
-    assert set(reasons) == {Reason.CAPTURE_FAILED}
-    assert step.stats.capture_failures <= 6
-    with pytest.raises(ValueError, match="no batch of 8"):
-        step(torch.randn(8, 2))
-
-
 @pytest.mark.parametrize(
     ("left", "cut", "found"),
     [

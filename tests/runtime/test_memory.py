@@ -211,11 +211,3 @@ def test_it_is_held_while_a_graph_reads_it() -> None:
     assert not space.expired()
     step.clear()
     assert space.expired()
-
-
-def test_guarded_memory_is_not_compared_twice() -> None:
-    """Parameters and inputs are the business of others."""
-    model = torch.nn.Linear(3, 3).eval()
-    step = graphed(model, dynamic={"input": 0}, sizes=(4,), options=AT_ONCE)
-    step(torch.randn(4, 3))
-    assert step.entries[0].workspaces is None

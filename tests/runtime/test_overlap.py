@@ -15,9 +15,8 @@ OPTIONS = CUDAGraphOptions(capture_share=None)
 
 def _served(fn: Callable[..., object], *shapes: tuple[int, ...], dynamic: dict[str, int]) -> Graphed:
     serve = graphed(fn, dynamic=dynamic, options=OPTIONS)
-    with torch.no_grad():
-        for _ in range(6):
-            serve(*map(torch.randn, shapes))
+    for _ in range(6):
+        serve(*map(torch.randn, shapes))
     assert serve.last_decision.reason.name == "EXACT"
     return serve
 
@@ -38,8 +37,7 @@ def test_an_argument_that_is_written_may_be_state_that_is_read() -> None:
     """A copy of the slot would not be seen by the sum over all slots."""
     cache = Cache()
     serve = _served(cache, (3,), (3,), dynamic={})
-    with torch.no_grad():
-        assert torch.equal(serve(cache.slots[0], torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(serve(cache.slots[0], torch.ones(3)), torch.full((3,), 2.0))
     assert serve.last_decision.reason.name == "ALIASED_ARGUMENTS"
 
 
@@ -52,8 +50,7 @@ def test_two_storages_over_one_memory_are_seen() -> None:
 
     serve = _served(fn, (4, 3), (4, 3), dynamic={"x": 0, "y": 0})
     numbers = np.zeros((6, 3), np.float32)
-    with torch.no_grad():
-        answer = serve(torch.from_numpy(numbers[:4]), torch.from_numpy(numbers[2:]))
+    answer = serve(torch.from_numpy(numbers[:4]), torch.from_numpy(numbers[2:]))
     assert torch.equal(answer[:, 0], torch.tensor([2.0, 2.0, 0.0, 0.0]))
 
 
@@ -85,12 +82,11 @@ def test_an_argument_whose_elements_share_memory_is_not_copied_back() -> None:
 
     for given in (lambda: torch.randn(6).add_(20).as_strided((4, 3), (1, 1)), lambda: torch.randn(4, 3)):
         serve = graphed(fn, dynamic={"x": 0}, options=OPTIONS)
-        with torch.no_grad():
-            for _ in range(6):
-                serve(given())
-            x = torch.randn(6).add_(20).as_strided((4, 3), (1, 1))
-            mine = x.as_strided((6,), (1,)).clone().as_strided((4, 3), (1, 1))
-            assert torch.equal(serve(x), fn(mine))
+        for _ in range(6):
+            serve(given())
+        x = torch.randn(6).add_(20).as_strided((4, 3), (1, 1))
+        mine = x.as_strided((6,), (1,)).clone().as_strided((4, 3), (1, 1))
+        assert torch.equal(serve(x), fn(mine))
         assert torch.equal(x, mine)
 
 

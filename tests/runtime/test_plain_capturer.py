@@ -21,7 +21,7 @@ from graphdispatch.runtime.rules import ArgumentRules
 from graphdispatch.runtime.server import Server
 from graphdispatch.sizes import ROWS
 
-from ..helpers import assert_same
+from ..helpers import assert_same, check_rows
 
 PLAIN = CUDAGraphOptions(verify=False, guard_weights=False, capture_after=1)
 
@@ -71,10 +71,9 @@ def test_weights_are_cast_in_each_replay() -> None:
     model = nn.Linear(8, 8).eval()
     step, x = plain(model, dynamic={"input": 0}, sizes=(4,)), torch.randn(4, 8)
     for _ in range(3):
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
             assert_same(model(x), step(x))
-        with torch.no_grad():
-            model.weight.mul_(2)
+        model.weight.mul_(2)
     assert step.stats.hits == 2
 
 
@@ -190,9 +189,7 @@ def test_padding_stays_zero() -> None:
         return x * 2
 
     step = plain(fn, sizes=(4,))
-    for _ in range(3):
-        x = torch.randn(3, 3)
-        assert_same(step(x), x * 2)
+    check_rows(step, 3, 3, 3, fn=lambda x: x * 2)
     assert step.stats.hits == 0
     assert not any(pad.follows_data for spec in step._route.groups[0].inputs.specs for pad in spec.pads)
 
@@ -202,7 +199,7 @@ def test_a_comparison_is_refused() -> None:
     options = PLAIN.model_copy(update={"verify_every": 5})
     server = Server(nn.Linear(3, 3), options, make_cache(options, 1, capture_after=1), PlainCapturer())
     route = Route("step", SizeTable((4,), CUDAGraphMode.FULL), ArgumentRules({"input": {0: ROWS}}, {}, frozenset()))
-    with torch.no_grad(), pytest.raises(ConfigError, match="verify_every"):
+    with pytest.raises(ConfigError, match="verify_every"):
         server.serve(route, (torch.randn(4, 3),), {})
 
 

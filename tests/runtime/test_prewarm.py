@@ -77,14 +77,6 @@ def test_a_budget_of_time_leaves_sizes_for_later(model: torch.nn.Module) -> None
     assert serves(step, 8) == [Reason.CAPTURED_NOW]
 
 
-def test_a_size_that_cannot_be_captured_is_left_out_with_its_reason() -> None:
-    """The report has the reason for programs beside the text for people; a budget is no failure."""
-    report = graphed(lambda x: x * x.sum().item(), dynamic={"x": 0}, sizes=(2,)).prewarm(torch.randn(2, 8))
-    assert report.reasons == {(CUDAGraphMode.FULL, 2): Reason.CAPTURE_UNSAFE}
-    assert "item" in report.left_out[CUDAGraphMode.FULL, 2]
-    assert make(torch.nn.Linear(8, 8)).prewarm(torch.randn(4, 8), max_seconds=1e-9).reasons == {}
-
-
 def test_one_size_in_a_pause(model: torch.nn.Module) -> None:
     """The example of a prewarm is kept; a size is then captured without a call of it."""
     step = make(model)

@@ -265,9 +265,11 @@ def test_a_refusal_says_what(values: list[Any], dynamic: dict[str, int], reason:
         (2, torch.ones(4, 3), r"dynamic\['x'\] = 2 is out of range: .*\(4, 3\); give a dimension that it has"),
         (-3, torch.ones(4, 3), r"dynamic\['x'\] = -3 is out of range"),
         (0, torch.tensor(1.0), r"shape \(\); .* leave it out of dynamic="),
+        ({0: "batch", 2: "seq"}, torch.ones(3, 4), r"dynamic\['x'\]\[2\] = 'seq' is out of range.*\(3, 4\)"),
+        ({1: "batch", -1: "seq"}, torch.ones(3, 4), "names dimension 1 of the tensor twice"),
     ],
 )
-def test_a_batch_dimension_must_exist(dim: int, value: Tensor, named: str) -> None:
+def test_a_batch_dimension_must_exist(dim: Any, value: Tensor, named: str) -> None:
     """The message tells the shape and the remedy; a call that has the dimension is served afterwards."""
     step = make(dynamic={"x": dim})
     with pytest.raises(ConfigError, match=named):

@@ -9,7 +9,7 @@ import torch
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason
 from graphdispatch.engines import BatchDescriptor, CUDAGraphConfig, CUDAGraphManager, CUDAGraphWrapper
 
-from ..helpers import AT_ONCE, check_calls, make
+from ..helpers import check_calls, make
 
 ROWS = 4
 
@@ -116,19 +116,6 @@ def test_a_manager_remembers_so_many_lengths() -> None:
         manager.execute_or_capture(4, seq_len, twice, {"x": x})
     assert len(latest.server.graphs.groups) <= 16 + 1
     assert len({id(group.inputs) for group in latest.server.graphs.groups.values()}) == 1
-
-
-def test_a_server_that_was_forgotten_captures_no_more() -> None:
-    """A call that found its server just before ``sleep`` runs eagerly, and leaves nothing in the pool."""
-    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=AT_ONCE))
-    x = torch.randn(4, 3)
-    manager.execute_or_capture(4, 1, twice, {"x": x})
-    latest = manager._callables[-1]
-    route = next(iter(latest.routes.values()))
-    manager.sleep()
-    assert torch.equal(latest.server.serve(route, (), {"x": x}), x * 2)
-    assert latest.server.decision.reason is Reason.ASLEEP
-    assert (manager.num_graphs, manager.memory_bytes) == (0, 0)
 
 
 def test_captures_on_purpose_keep_to_the_limit() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from graphdispatch import CUDAGraphOptions, Decision, FallbackError, Graphed, Reason, graphed
 from graphdispatch.runtime import server
@@ -88,22 +87,6 @@ def test_a_refused_call_is_remembered(name: str, gradients: bool) -> None:
         assert step.stats.reasons[reason] == counted + 1
         assert (step.stats.misses, step.stats.captures) == (6, 0)
         assert step.explain(*args) == step.last_decision.explain()
-
-
-def test_a_class_that_torch_comes_to_know_is_served() -> None:
-    """Registering the class of an argument ends its refusal."""
-
-    class Late:
-        def __init__(self, held: torch.Tensor) -> None:
-            self.held = held
-
-    step, x, held = serve(lambda x, late: x + late.held), torch.ones(ROWS, 3), torch.ones(3)
-    for _ in range(3):
-        step(x, Late(held))
-    pytree.register_pytree_node(Late, lambda late: ([late.held], None), lambda held, _: Late(*held))
-    for factor in range(1, 5):
-        assert torch.equal(step(x, Late(held * factor)), x + factor)
-    assert step.stats.hits > 0
 
 
 @pytest.mark.parametrize("name", [name for name, (_, args, _) in CALLS.items() if isinstance(args[0], torch.Tensor)])
@@ -199,12 +182,9 @@ def test_memory_that_moves_to_other_processes_is_refused(prewarms: bool) -> None
     weight = torch.ones(3)
     options = CUDAGraphOptions(capture_share=None)
     serve = graphed(lambda x: x * weight.clone().share_memory_(), dynamic={"x": 0}, max_size=4, options=options)
-    with torch.no_grad():
-        if prewarms:
-            assert Reason.CAPTURE_UNSAFE in serve.prewarm(torch.ones(4, 3)).reasons.values()
-        for _ in range(3):
-            assert torch.equal(serve(torch.ones(2, 3)), torch.ones(2, 3))
-    assert serve.last_decision.reason is Reason.CAPTURE_UNSAFE
+    if prewarms:
+        assert Reason.CAPTURE_UNSAFE in serve.prewarm(torch.ones(4, 3)).reasons.values()
+    assert check_rows(serve, 2, 2, 2)[-1] is Reason.CAPTURE_UNSAFE
 
 
 MANY = 400
@@ -282,19 +262,6 @@ def test_most_calls_are_not_looked_at(name: str, in_python: bool, monkeypatch: p
     assert looks.count <= case.looks
     assert step.stats.reasons[case.reason] == reasons + len(case.rows)
     assert Counter(step.stats.rows) - rows == Counter(case.rows)
-
-
-@pytest.mark.parametrize("in_python", [False, True])
-def test_what_stays_eager_does_so_behind_other_calls(in_python: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of another signature in between change nothing."""
-    if in_python:
-        serve_in_python(monkeypatch)
-    step = graphed(unsafe, dynamic={"x": 0}, sizes=(4,))
-    check_rows(step, *[4] * 40)
-    check_rows(step, 4, width=5)
-    looks = Looks(step, monkeypatch)
-    assert check_rows(step, 4) == [Reason.CAPTURE_UNSAFE]
-    assert looks.count == 0
 
 
 def test_a_size_that_failed_is_tried_again_in_time() -> None:

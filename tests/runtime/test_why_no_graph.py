@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
-from graphdispatch.engines import CUDAGraphWrapper, Health
 from graphdispatch.errors import FallbackError
 
 from ..helpers import Spy, check_rows
@@ -72,12 +71,6 @@ def test_what_differs_from_the_calls_with_graphs_is_named(name: str) -> None:
         call(step.prewarm)
         torch.testing.assert_close(call(step), call(step.unwrap()))
     assert step.last_decision.reason is Reason.PADDED
-
-
-def test_a_new_callable_has_no_other_calls() -> None:
-    """Nothing is said of graphs where there are none."""
-    step = graphed(Model().eval(), dynamic={"x": 0}, sizes=(4,))
-    assert step.explain(X) == f"eager, 3 rows: {Reason.FIRST_SIGHTING.text}"
 
 
 ENDED: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -300,13 +293,6 @@ def test_graphs_that_do_not_stay_are_logged_once(caplog: pytest.LogCaptureFixtur
     (line,) = lines(caplog)
     assert "of 32 graphs are gone" in line
     assert not step.health().is_well
-
-
-def test_every_front_end_with_counters_tells() -> None:
-    """Before the first call nothing is served, and nothing is lost."""
-    health = CUDAGraphWrapper(torch.relu).health()
-    assert health == Health(0, 0.0, 0, 0, ())
-    assert str(health) == "no call came yet"
 
 
 RUNS, COUNTED = Spy(), list[int]()
