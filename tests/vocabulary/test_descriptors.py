@@ -15,12 +15,6 @@ keys = st.integers(1, 500).flatmap(
 )
 
 
-def test_a_descriptor_is_a_key_with_optional_parts() -> None:
-    """Equal parts make equal descriptors, and the parts left out have defaults."""
-    assert BatchDescriptor(8) == BatchDescriptor(8, None, False, None)
-    assert len({BatchDescriptor(8), BatchDescriptor(8, 8), BatchDescriptor(8, variant=2)}) == 3
-
-
 def test_a_key_prints_as_the_call_that_makes_it() -> None:
     """In the names of its parts, and comes back from a pickle."""
     key = DispatchKey(8, 4, 100, True)

@@ -24,12 +24,6 @@ def test_a_question_is_true_of_these_modes(question: Callable[[Mode], bool], mod
     assert {mode for mode in Mode if question(mode)} == modes
 
 
-def test_mode_values_are_vllms() -> None:
-    """The values that other programs store stay what they are."""
-    names = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
-    assert [(mode.name, mode.value) for mode in Mode] == list(zip(names, range(5), strict=True))
-
-
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_has_a_sentence(reason: Reason) -> None:
     """A person reads a sentence of its own, without a full stop, so that it fits into another one."""
