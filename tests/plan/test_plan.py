@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch import CUDAGraphMode, eager_break, graphed
+from graphdispatch import CUDAGraphMode, graphed
 from graphdispatch.engines import CUDAGraphConfig, named_sizes
 from graphdispatch.errors import CaptureError, ConfigError
 from graphdispatch.plan import CostModel, Plan, Workload, plan_sizes
 
-from ..helpers import Spy, check_calls
+from ..helpers import Spy
 
 FULL, PIECEWISE, BOTH = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE
 PLAN = Plan(mode=BOTH, graphs={FULL: (2, 6), PIECEWISE: (4,)})
@@ -40,12 +40,6 @@ def test_kinds_of_step_go_to_their_own_graphs() -> None:
     assert (both.step_ms, both.graphs, both.memory) == (pytest.approx((4 + 5) / 2), 2, 14)
     decode = Plan.from_sizes((4,), mode="FULL_DECODE_ONLY").evaluate(workload, COST)
     assert (decode.step_ms, decode.hit_rate) == (pytest.approx((4 + 10) / 2), 0.5)
-
-
-def test_a_plan_without_graphs_is_eager() -> None:
-    """It serves nothing and costs nothing."""
-    result = Plan(graphs={}).evaluate(Workload.from_histogram({3: 1.0}), COST)
-    assert (result.step_ms, result.hit_rate, result.memory, result.padding, result.warnings) == (10.0, 0, 0, 0, ())
 
 
 def test_a_step_of_two_dimensions_runs_in_the_graph_of_the_fewest_tokens() -> None:
@@ -137,15 +131,6 @@ def test_graphed_takes_a_plan_and_its_file(form: str, tmp_path: Path) -> None:
     assert graphed(torch.nn.Tanh(), dynamic={"input": 0}, sizes=sizes).sizes == (3, 6)
 
 
-def test_graphed_takes_combinations() -> None:
-    """Calls of two dynamic dimensions run in the graphs of the plan."""
-    plan = plan_sizes(Workload.from_steps([(2, 8), (4, 5), (3, 16)]))
-    serve = graphed(torch.nn.Tanh(), dynamic={"input": {0: "batch", 1: "seq"}}, sizes=plan)
-    serve.prewarm(torch.randn(2, 7))
-    assert serve.sizes == plan.sizes
-    assert check_calls(serve, *[torch.randn(2, 7)] * 2)[-1].is_graph
-
-
 def test_costs_lie_on_lines_between_points() -> None:
     """Flat below the first point, rising on above the last, and one number for all sizes."""
     cost = CostModel(eager_ms=7, full_ms={4: 3.0, 2: 1.0, 8: 5.0})
@@ -195,14 +180,6 @@ def test_a_callable_is_measured() -> None:
         assert all(value >= 0 for value in points.values())
     assert cost.eager_ms[2] > 0 < cost.capture_ms[6]
     assert cost.graph_bytes[6] + cost.pool_bytes[6] >= 3 * 6 * 4
-
-
-def test_pieces_are_measured() -> None:
-    """By mode."""
-    add, example = eager_break(lambda x: x + 1), {"x": torch.ones(2, 3)}
-    cost = CostModel.measure(lambda x: add(x * 2) * 3, example, [2], mode="PIECEWISE", seconds=0.001)
-    assert cost.full_ms is None
-    assert list(cost.piecewise_ms or ()) == [2]
 
 
 def test_what_cannot_be_captured_is_not_measured() -> None:
