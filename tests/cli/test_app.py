@@ -1,6 +1,5 @@
 """What all commands share, ``audit`` and ``plan``; what these find is tested where audit and planning are."""
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -133,31 +132,3 @@ def test_measured_costs_are_printed(folder: Path, run: Callable[..., Any]) -> No
     assert code == 0, err
     assert [line.split()[:2] for line in out.splitlines()[:2]] == [["1", "rows"], ["2", "rows"]]
     assert out.splitlines()[2] == "costs: those of audited:fine, measured here"
-
-
-def test_a_plan_says_first_whose_costs_it_assumes(folder: Path, run: Callable[..., Any]) -> None:
-    """Those of another model and machine than the reader's, unless he has measured."""
-    _, out, _ = run("plan", "steps.csv")
-    assert out.startswith("costs: assumed, of an 8B model on one large GPU, true to a factor of two; --measure MODEL")
-
-
-def test_a_warning_names_sizes_that_are_shown(folder: Path, run: Callable[..., Any]) -> None:
-    """A size that no step of the second half reaches stands in the plan above it: of the first half, and of vLLM."""
-    _, out, _ = run("plan", "steps.csv", "--max-graphs", 3)
-    _, first_half, vllm = out.split("\n\n")
-    for judged in (first_half, vllm):
-        (idle,) = re.findall(r"no step reaches the FULL graphs of (.*):", judged)
-        (sizes,) = re.findall(r"^FULL +(.*)$", judged, re.M)
-        assert set(idle.split(", ")) <= set(sizes.split())
-
-
-def test_a_terminal_is_shown_what_takes_long(
-    folder: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On stderr, and on a terminal alone: what is printed is the same elsewhere."""
-    _, plain, silent = run("plan", "steps.csv")
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("TTY_INTERACTIVE", "1")
-    _, out, err = run("plan", "steps.csv")
-    assert (out, silent) == (plain, "")
-    assert "choosing sizes" in err

@@ -114,17 +114,6 @@ def test_a_served_model_of_transformers_is_exported() -> None:
     )
 
 
-def test_a_registry_exports_each_metric_once() -> None:
-    """Several callables are one collector's; a second one is the registry's error."""
-    registry = prometheus.CollectorRegistry(auto_describe=True)
-    registry.register(gd.metrics.PrometheusCollector(served(), "one").add(served(), "two"))
-    text = prometheus.generate_latest(registry).decode()
-    typed = re.findall(r"^# TYPE (\S+)", text, re.M)
-    assert typed == [exported_name(metric) for metric in gd.metrics.METRICS]
-    with pytest.raises(ValueError, match="Duplicated timeseries"):
-        registry.register(gd.metrics.PrometheusCollector(served(), "three"))
-
-
 @pytest.mark.parametrize("name", ["decoder", "", None, 3])
 def test_a_name_is_a_text_of_its_own(name: Any) -> None:
     """The error names those that are taken."""

@@ -63,24 +63,6 @@ def test_a_hit_without_the_native_core_has_the_same_ranges(monkeypatch: pytest.M
     assert profiled(serve, 2) == HIT * 2
 
 
-def test_the_older_profiler_and_a_replay_of_an_entry_have_ranges_too() -> None:
-    """``use_kineto=False``; an entry's own ``replay`` is no call of the callable."""
-    serve = settled()
-    (entry,) = serve.entries
-    with torch.autograd.profiler.profile(use_kineto=False) as profile:
-        serve(torch.randn(3, 4))
-        entry.replay({"x": torch.randn(4, 4)})
-    assert [name for name, _ in ranges(profile)] == [name for name, _ in HIT + PARTS]
-
-
-def test_a_wrapper_names_the_tokens_of_its_descriptor() -> None:
-    """Its graph has no size of its own."""
-    wrapper = gd.CUDAGraphWrapper(decode)
-    with gd.cudagraph_context(gd.CUDAGraphMode.FULL, gd.BatchDescriptor(4)):
-        profiled(wrapper, 3, rows=4)
-        assert profiled(wrapper, 1, rows=4) == HIT
-
-
 def test_a_profile_changes_no_answer_and_no_count() -> None:
     """Also of a call that writes its argument."""
     plain, watched = (gd.graphed(lambda x: (x.add_(1), x * 2)[1], dynamic={"x": 0}, sizes=(4,)) for _ in range(2))

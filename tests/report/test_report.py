@@ -112,15 +112,6 @@ def test_a_gain_that_was_measured_is_shown() -> None:
     assert serve.graphs._repr_html_().count("0.250 ms") == len(serve.entries)
 
 
-def test_counters_keep_what_was_measured() -> None:
-    """For each graph that was timed at its capture, by mode and size, also after it is gone."""
-    step = gd.graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(2, 4))
-    step.prewarm(torch.randn(4, 3))
-    step.clear()
-    assert step.stats.gains.keys() == {"FULL 2", "FULL 4"}
-    assert step.stats.to_dict()["gains"]["FULL 4"].keys() == {"eager_ms", "replay_ms"}
-
-
 def test_padding_is_unknown_of_a_graph_that_took_the_place_of_another() -> None:
     """The hits by rows are those of both."""
     serve = served()
