@@ -127,17 +127,6 @@ def test_counters_are_a_snapshot(copied: Callable[[Any], Any]) -> None:
     assert (stats.misses, others[0].misses) == (2, 2)
 
 
-def test_policies_keep_what_they_learnt(copied: Callable[[Any], Any]) -> None:
-    """A copy of a policy decides like it."""
-    policy = gd.AdaptiveDispatchPolicy()
-    key = DispatchKey(8, 8)
-    for _ in range(64):
-        policy.record(key, DispatchMode.EAGER, 1.0)
-        policy.record(key, DispatchMode.CUDAGRAPH, 9.0)
-    other = copied(policy)
-    assert other.should_use_graph(key, True) is policy.should_use_graph(key, True)
-
-
 def test_views_are_copied_with_their_values() -> None:
     """A copy of a handle has tensors of its own; a stale one cannot be copied."""
     step = gd.graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), outputs="view", options=AT_ONCE)

@@ -16,7 +16,7 @@ from graphdispatch.engines import EntryState
 from graphdispatch.errors import ConfigError, ReplayError
 
 from ..behaviour.front_ends import FRONT_ENDS
-from ..helpers import Lazy, assert_same, batch, check_calls, check_rows, make, reason, run_python, serve_in_python
+from ..helpers import Lazy, assert_same, batch, check_calls, check_rows, make, reason, serve_in_python
 from .test_copies import Model
 
 
@@ -299,13 +299,3 @@ def test_a_trace_holds_the_operators(step: Callable[[], Any]) -> None:
     x = batch(4)
     assert torch.equal(traced(x), x.sin() + x)
     assert traced_step.stats.captures == captures
-
-
-def test_the_first_call_imports_nothing() -> None:
-    """What serves it is imported when the callable is wrapped."""
-    code = (
-        "import sys, torch, graphdispatch as gd; torch.accelerator.current_accelerator = lambda: None\n"
-        "step = gd.graphed(lambda x: x * 2, dynamic={'x': 0}); before = set(sys.modules); step(torch.ones(2, 3))\n"
-        "print({name for name in set(sys.modules) - before if name.startswith('graphdispatch')})"
-    )
-    assert run_python("-c", code).strip() == "set()"

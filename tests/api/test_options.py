@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, graphed
+from graphdispatch import CUDAGraphOptions, graphed
 from graphdispatch.engines import (
     AdaptiveCUDAGraphWrapper,
-    BatchDescriptor,
     CUDAGraphConfig,
     CUDAGraphManager,
     CUDAGraphWrapper,
@@ -20,7 +19,7 @@ from graphdispatch.engines import (
 )
 from graphdispatch.errors import ConfigError
 
-from ..helpers import AT_ONCE, double
+from ..helpers import double
 
 SET: dict[str, Any] = {
     "capture_after": 3,
@@ -49,16 +48,6 @@ def test_a_front_end_takes_an_option_or_refuses_it(make: Callable[..., Any], ref
     message = rf"options\.{option} must be left out for \w*(Wrapper|Dispatcher), got"
     with pytest.raises(ConfigError, match=message) if option in refused else nullcontext():
         make(options=CUDAGraphOptions(**{option: SET[option]}))
-
-
-def test_a_wrapper_captures_after_as_many_calls_as_the_options_say() -> None:
-    """At its first call by default, and later where an option says so."""
-    for after, reasons in ((None, [Reason.CAPTURED_NOW]), (2, [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW])):
-        wrapper = CUDAGraphWrapper(double, options=CUDAGraphOptions(capture_after=after))
-        for _ in reasons:
-            how = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
-            wrapper(torch.randn(4, 3), **how)
-        assert list(wrapper.get_stats().reasons) == reasons
 
 
 def test_there_is_room_for_every_size() -> None:
@@ -96,10 +85,3 @@ def test_captures_evictions_and_new_reasons_are_lines_without_repeats(caplog: py
     assert lines[0].startswith("captured callable=Linear mode=FULL rows=4 ms=")
     assert lines[1].startswith("eager callable=Linear reason=above_largest_size rows=9: the batch is larger than")
     assert lines[2].startswith("evicted tokens=4 cause=count replays=0 freed_bytes=")
-
-
-def test_a_refused_capture_is_logged_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
-    """Once, however often the call comes."""
-    step = graphed(lambda x: x * float(x.sum()), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    (line,) = logged(caplog, step, *[4] * 40)
-    assert "reason=capture_unsafe rows=4: aten._local_scalar_dense.default reads a value back to the host" in line

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from graphdispatch import Reason
-from graphdispatch.backends import Backend, Graph, Pool, Stopwatch, get_backend, load_default, register_backend
-from graphdispatch.engines import CUDAGraphConfig, CUDAGraphRegistry
+from graphdispatch.backends import Backend, Graph, Pool, Stopwatch, get_backend, register_backend
 from graphdispatch.errors import BackendError
 
 from ..helpers import in_threads
@@ -152,25 +150,6 @@ def test_errors_are_classified(backend: Backend) -> None:
     assert backend.classify_error(ValueError("no")) is Reason.CAPTURE_FAILED
 
 
-def test_one_object_serves_a_device(backend: Backend) -> None:
-    """By name and by device; it knows what it is."""
-    name = type(backend).name
-    assert get_backend(name) is backend
-    assert get_backend(name, backend.device) is backend
-    assert backend.device.type == type(backend).device_type
-
-
-def test_a_backend_serves_the_front_ends(backend: Backend, draw: Draw) -> None:
-    """Named in a configuration, it captures, compares and replays."""
-    registry = CUDAGraphRegistry(CUDAGraphConfig(backend=type(backend).name))
-    entry = registry.capture(3, 1, lambda x: x * 2, inputs={"x": draw(3, 3)}, size=4)
-    assert entry.backend is backend
-    for rows in (3, 4):
-        x = draw(rows, 3)
-        assert torch.equal(entry.replay({"x": x}), x * 2)
-    registry.clear()
-
-
 @pytest.mark.parametrize(
     ("name", "device", "named"),
     [
@@ -190,19 +169,6 @@ def test_a_backend_without_a_device_is_refused(backend: Backend, monkeypatch: py
     monkeypatch.setattr(type(backend), "is_available", classmethod(lambda cls: False))
     with pytest.raises(BackendError, match="has no usable device here; use backend='cpu' or 'auto'"):
         get_backend(type(backend).name)
-
-
-@pytest.mark.parametrize(("accelerator", "name"), [("xpu", "xpu"), ("meta", "cpu"), (None, "cpu")])
-def test_the_accelerators_backend_is_imported_early(
-    accelerator: str | None, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That of torch's accelerator, if there is one, else the CPU's."""
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: accelerator and torch.device(accelerator))
-    imported = list[str]()
-    factories = {one: partial(imported.append, one) for one in ("cpu", "cuda", "xpu")}
-    monkeypatch.setattr("graphdispatch.backends._FACTORIES", factories)
-    load_default()
-    assert imported == [name]
 
 
 def test_a_name_is_taken_once() -> None:

@@ -110,13 +110,6 @@ def test_has_and_get_know_what_was_registered() -> None:
     assert (dispatcher.has_graph(KEY), dispatcher.num_graphs) == (True, 2)
 
 
-def test_given_outputs_are_returned() -> None:
-    """``outputs`` goes before the graph's own."""
-    dispatcher = CudagraphDispatcher(eager)
-    dispatcher.register_graph(KEY, scripted("its own"), outputs=("given", 2))
-    assert dispatcher.dispatch(KEY) == ("given", 2)
-
-
 def test_a_disabled_mode_is_not_used() -> None:
     """Another mode of the key serves, or eager, which is no fallback; graphs serve again once it is enabled."""
     dispatcher = both()

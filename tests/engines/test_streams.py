@@ -123,15 +123,6 @@ def test_a_call_that_its_graph_does_not_serve_runs_on_the_callers_stream(workers
     assert seen[4:] == [workers.workers[0].stream]
 
 
-def test_workers_take_turns(workers: StreamDispatcher) -> None:
-    """Steps go to each in turn, and own their outputs."""
-    submitted = [workers.submit(KEY, batch(float(value))) for value in range(6)]
-    assert sorted(one.worker for one in submitted) == [0, 0, 0, 1, 1, 1]
-    assert all(one.is_done for one in submitted)
-    assert [one.result()[0, 0].item() for one in submitted] == [2.0 * (value + 1) for value in range(6)]
-    assert "2 of 128 graphs" in repr(workers)
-
-
 def test_a_step_that_fails_fails_alone(workers: StreamDispatcher) -> None:
     """Its error comes out of its result, and its worker goes on serving."""
     workers.register_graph(OTHER, scripted(on_replay=lambda: {}["missing"]))
