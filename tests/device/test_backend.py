@@ -154,7 +154,7 @@ def test_a_pool_forgets_graphs_that_somebody_drops(backend: Backend) -> None:
     """Two callables share it. One of them ends without a word; with the graphs of the other its memory comes back."""
     pool = backend.make_pool()
     both = [CUDAGraphWrapper(lambda x: (x * 2).cumsum(0), backend=backend, pool=pool) for _ in range(2)]
-    with torch.no_grad(), cudagraph_context(CUDAGraphMode.FULL, BatchDescriptor(4)):
+    with cudagraph_context(CUDAGraphMode.FULL, BatchDescriptor(4)):
         for wrapper in both:
             wrapper(x_of(1.0))
     assert len(pool._graphs) == 2

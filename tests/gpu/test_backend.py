@@ -120,34 +120,6 @@ def test_graphs_of_one_pool_share_memory(cuda: Backend, pool: Pool, record: Reco
     assert (first > 0, pool.nbytes) == (True, first)
 
 
-def test_weak_reference_aliases_without_keeping(cuda: Backend) -> None:
-    """The alias reads the same memory with the same layout, and does not hold it."""
-    owner = torch.arange(1 << 20, device=cuda.device).view(1024, 1024).t()[3:]
-    alias = cuda.weak_reference(owner)
-    same = torch.equal(alias, owner) and alias.stride() == owner.stride() and alias.data_ptr() == owner.data_ptr()
-    held = torch.cuda.memory_allocated(cuda.device)
-    del owner
-    assert same
-    assert torch.cuda.memory_allocated(cuda.device) < held
-
-
-def test_an_event_orders_two_streams(cuda: Backend) -> None:
-    """Work behind a wait sees what the other stream wrote before the mark."""
-    source, target = torch.zeros(4, device=cuda.device), torch.zeros(4, device=cuda.device)
-    cuda.synchronize()
-    writer, reader, event = cuda.make_stream(), cuda.make_stream(), cuda.make_event()
-    with cuda.use_stream(writer):
-        torch.cuda._sleep(LONG_WAIT_CYCLES)
-        source.fill_(3)
-        event.record()
-    event.wait(reader)
-    with cuda.use_stream(reader):
-        target.copy_(source)
-    reader.synchronize()
-    assert target.tolist() == [3.0] * 4
-    assert event.query()
-
-
 def test_a_stopwatch_reads_device_time(cuda: Backend) -> None:
     """It tells nothing, and times no more, until the device has come to the end; milliseconds then."""
     watch, times = Stopwatch(most=1), list[float]()

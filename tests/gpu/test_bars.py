@@ -63,40 +63,6 @@ def test_a_side_that_raises_is_a_miss() -> None:
     assert str(verdict) == "bar missed: 4 inputs, 300 parameters, eager: no error: RuntimeError: out of memory"
 
 
-def test_an_aim_is_named_and_decides_nothing() -> None:
-    """Between the limit and the aim a bar is reached, and the line says that the aim is not."""
-    side = "graphed().prewarm over torch's graphs in a loop"
-    for value, outcome, text in (
-        (1.4, REACHED, "1.4, the aim reached"),
-        (2.0, REACHED, "2, the aim not reached"),
-        (2.6, MISSED, "2.6"),
-    ):
-        (verdict,) = (
-            v for v in judge("capture", [Row("1B, 51 sizes to 512", side, {"seconds_ratio": value})]) if side in v.what
-        )
-        assert (verdict.outcome, verdict.found) == (outcome, text)
-
-
-def test_parts_share_the_time(script: ModuleType) -> None:
-    """A part has its limit or what is left, and does not begin with almost nothing; benchmarks end before that."""
-    assert script.allotted(90, 540) == 90
-    assert script.allotted(90, 40) == 40
-    assert script.allotted(90, 19.9) is None
-    assert script.allotted(5, 6) == 5
-    assert script.allotted(5, -1) is None
-    command = script.command_of(script.PARTS["decode"], 100, Path("out"), "abc")
-    assert command[-6:] == ["--limit", "70", "--out", "out", "--commit", "abc"]
-    assert script.command_of(script.PARTS["tests"], 100, Path("out"), "abc") == [*script.PARTS["tests"].command]
-
-
-def test_the_most_important_parts_come_first(script: ModuleType) -> None:
-    """Each section of the benchmarks is a part, and the most important ones all begin within the time."""
-    assert [*script.PARTS][:5] == ["generate", "decode", "compiled", "capture", "overhead"]
-    assert {name for name, part in script.PARTS.items() if part.has_bars} == {*BARS}
-    assert sum(script.PARTS[name].limit_s for name in [*script.PARTS][:4]) < 540 - script.LEAST_S
-    assert [*script.PARTS][-len(script.BY_NAME) :] == [*script.BY_NAME]
-
-
 REACHED_LINE, MISSED_LINE = "bar reached: a: 1", "bar missed: b: 0"
 UNMEASURED_LINE = "bar not measured: c: no row"
 
