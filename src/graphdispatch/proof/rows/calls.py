@@ -1,6 +1,6 @@
 """One call of an operator, as a rule reads it."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,9 +45,6 @@ class Operator(NamedTuple):
     """The arguments that may hold tensors."""
     rule: Rule | None
     """The rule of torch's operator; None: there is none."""
-    places: tuple[str, ...]
-    """The arguments that the rule takes as places among rows. In any other, places among all rows are data that
-    mixes."""
     names_places: bool
     """Whether rows may say at which places of state it reads or writes: see Note [slots] in ``slots.py``."""
     keeps_places: bool
@@ -90,21 +87,26 @@ class Call:
         """How the first tensor lay in memory, if the operator has changed that."""
         self.rearranges = False
         """Whether it writes rows in another order over all of a memory that it was given."""
-        self._read: set[int] = set()
-        """The tensors (by ``id``) at whose label the rule has looked."""
+        self._read: dict[int, bool] = {}
+        """The tensors (by ``id``) at whose label the rule has looked, and whether it takes their elements as data."""
         self.a: dict[str, Any] = operator.defaults | dict(zip(operator.defaults, args, strict=False))
         self.a.update(kwargs)
 
-    def label(self, tensor: Tensor | str) -> Label:
-        """The label of a tensor, or of the argument of this name."""
+    def label(self, tensor: Tensor | str, *, is_data: bool = True) -> Label:
+        """The label of a tensor, or of the argument of this name.
+
+        Args:
+            tensor: The tensor, or the name.
+            is_data: Whether elements are used as data; else as places alone, or they stay as they are.
+        """
         found = self.a[tensor] if isinstance(tensor, str) else tensor
-        self._read.add(id(found))
+        self._read[id(found)] = is_data or self._read.get(id(found), False)
         label = self.labels.get(id(found))
         return label if label is not None else Label(plain_dims(found.shape))
 
-    def certain_label(self, tensor: Tensor | str) -> Label:
+    def certain_label(self, tensor: Tensor | str, *, is_data: bool = True) -> Label:
         """The label, if it tells the shape for all batches."""
-        label = self.label(tensor)
+        label = self.label(tensor, is_data=is_data)
         if label.is_lost:
             raise UnknownError("a shape that is not known for other batches")
         return label
@@ -113,6 +115,11 @@ class Call:
     def first(self) -> Tensor:
         """The first tensor among the arguments."""
         return self.tensors[0]
+
+    @property
+    def moved(self) -> Label:
+        """The label of the first tensor, whose elements stay as they are."""
+        return self.certain_label(self.first, is_data=False)
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor for the argument of this name."""
@@ -139,7 +146,7 @@ class Call:
 
     def blend_unread(self) -> None:
         """Tensors at which the rule has not looked may have no rows: nobody knows which element meets which."""
-        for key in self.labels.keys() - self._read:
+        for key in self.labels.keys() - self._read.keys():
             self.blend(self.labels[key].dims, NO_ROWS)
 
     def broadcast(self, shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
@@ -191,7 +198,7 @@ class Call:
 
     def require_index(self, dim: Dim, index: Tensor) -> None:
         """As ``require_places``, for those that a tensor names whose elements follow no batch."""
-        label = self.label(index)
+        label = self.label(index, is_data=False)
         is_same = not any(map(is_dynamic, label.dims)) or (label.is_alike and axes_of(flat(label.dims)) == {ROWS_AXIS})
         is_same = is_same and not (label.fault or label.tag or label.is_lost)
         if is_dynamic(dim) and is_same and index.numel() and not is_flags(index):
@@ -201,21 +208,14 @@ class Call:
         """Whether the operator writes to this tensor, and the run did not make its memory."""
         return self.writes and storage_key(tensor) not in self.run.made
 
-    def fault_of_data(self, but: Collection[str]) -> Fault | None:
-        """What is at fault with arguments, other than ``but``, that are used as data; or None."""
-        if self.operator.fills or not any(label.tag for label in self.labels.values()):
+    def fault_of_data(self, *, is_all: bool = False) -> Fault | None:
+        """What is at fault with tensors whose elements are used as data, or with all; or None. Places among all rows
+        are no data, and those of rows are what no other batch has."""
+        if self.operator.fills:
             return None
-        values = (value for name, value in self.a.items() if name not in but)
-        tensors = (one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,)))
-        labels = [self.labels[id(one)] for one in tensors if id(one) in self.labels]
+        labels = [label for key, label in self.labels.items() if label.tag and (is_all or self._read.get(key, True))]
         self.is_by_place = self.is_by_place or any(map(numbers_places, labels))
         return next((label.tag.fault for label in labels if label.tag and label.tag.fault), None)
-
-    def check_data(self, label: Label) -> None:
-        """Elements are used as data: places among all rows are none, and those of rows are what no other batch has."""
-        if label.tag is not None and label.tag.fault is not None:
-            raise MixError("places among all rows")
-        self.is_by_place = self.is_by_place or numbers_places(label)
 
     def read_places(self, tensor: Tensor, dims: Iterable[int] = ()) -> None:
         """It reads the places of a tensor that rows name along these dimensions; see Note [slots] in ``slots.py``."""

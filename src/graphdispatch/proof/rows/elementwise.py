@@ -17,11 +17,9 @@ def pointwise(c: Call) -> list[Label]:
 
 def keep(c: Call) -> list[Label]:
     """The same elements."""
-    label = c.label(c.first)
-    if not all(one.dtype in WIDE for one in (c.first, *c.outs)):
-        c.check_data(label)
-        label = label._replace(tag=None)
-    return c.each(label)
+    is_wide = all(one.dtype in WIDE for one in (c.first, *c.outs))
+    label = c.label(c.first, is_data=not is_wide)
+    return c.each(label if is_wide else label._replace(tag=None))
 
 
 def reduction(c: Call) -> list[Label]:
@@ -121,4 +119,3 @@ RULES: dict[Rule, str] = {
     loss: "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy_with_logits",
     searchsorted: "searchsorted",
 }
-PLACES: dict[Rule, tuple[str, ...]] = {keep: ("self", "input")}

@@ -49,15 +49,15 @@ def choice(c: Call) -> list[Label]:
 
 def sort(c: Call) -> list[Label]:
     """Elements in order, and where they lay. Rows themselves may be sorted if they are the only dimension."""
-    label = c.certain_label(c.first)
+    label = c.moved
     tag, is_ascending = label.tag, not c.a.get("descending")
     if tag is not None and is_permutation(c, c.first) and _is_arranged(label.dims[0]) and is_ascending:
         dim = label.dims[0]
         back = Tag("numbers", dim, fault_here(True, c.operator.name, "places among all rows"), is_each_once=True)
         return [Label((tag.of,), fault_here(True, c.operator.name))] * (len(c.outs) - 1) + [Label((tag.of,), tag=back)]
-    c.check_data(label)
     if len(label.dims) != 1 or not has_rows(label.dims[0]):
         return along(c)
+    c.label(c.first)  # as data: what sorts
     dim = label.dims[0]
     arranged = c.sizes.arranged(dim)
     if tag is not None and tag.kind == "chosen" and is_ascending:
@@ -74,7 +74,7 @@ def is_permutation(c: Call, index: Tensor | None) -> bool:
     """Whether an index holds the number of each row once."""
     if index is None:
         return False
-    label = c.label(index)
+    label = c.label(index, is_data=False)
     if label.tag is None or not label.tag.is_each_once or len(label.dims) != 1:
         return False
     is_turned = _is_arranged(label.dims[0]) != _is_arranged(label.tag.of)
@@ -87,7 +87,7 @@ def places_put(c: Call, index: Tensor | None, values: Tensor) -> Label | None:
     tensor = c.a["self"]
     if index is None or not is_permutation(c, index) or c.is_outside(tensor) or c.a["accumulate"]:
         return None
-    order, given = c.label(index), c.certain_label(values)
+    order, given = c.label(index, is_data=False), c.certain_label(values)
     assert order.tag is not None
     arranged, back = order.dims[0], order.tag.of
     if c.certain_label(tensor).dims != (arranged,) or not _is_arranged(arranged) or not is_whole(tensor):
@@ -112,10 +112,9 @@ def histogram(c: Call) -> list[Label]:
 
 def cumulate(c: Call) -> list[Label]:
     """Sums of all elements up to each; of counts, the bounds of groups."""
-    label = c.certain_label(c.first)
+    label = c.moved
     if label.tag is not None and label.tag.kind == "counts" and c.outs[0].dtype in (torch.int32, torch.int64):
         return [Label(label.dims, tag=label.tag._replace(kind="bounds"))]
-    c.check_data(label)
     return along(c)
 
 
@@ -127,7 +126,7 @@ def grouped_product(c: Call) -> list[Label]:
         raise UnknownError("groups of another kind")
     c.blend([rows[1]], "a product over rows")
     c.blend(weight, "matrices made of rows")
-    bounds = c.label("offs").tag if c.has("offs") else None
+    bounds = c.label("offs", is_data=False).tag if c.has("offs") else None
     key = c.sizes.sorted_by.get(rows[0])
     if (
         bounds is None
@@ -144,18 +143,16 @@ def grouped_product(c: Call) -> list[Label]:
 
 def whole_quotient(c: Call) -> list[Label]:
     """A quotient of integers; of the number of a row's part, the number of the row."""
-    label, result = c.certain_label(c.first), pointwise(c)
+    label = c.moved
     divisor = c.caller.arguments[1] if len(c.caller.arguments) > 1 else None
     is_python = c.caller.function in ("__floordiv__", "floor_divide") and type(divisor) is int and divisor > 0
     if label.tag is not None and numbers_places(label) and is_python and c.outs[0].dtype == c.first.dtype:
         of = label.tag.of
         *rows, parts = of if type(of[-1]) is int else (*of, 1)  # of each row, one after the other
         if parts % divisor == 0:
-            return [
-                result[0]._replace(tag=label.tag._replace(of=merged((*rows, parts // divisor)), is_each_once=False))
-            ]
-    c.check_data(label)
-    return result
+            tag = label.tag._replace(of=merged((*rows, parts // divisor)), is_each_once=False)
+            return [Label(label.dims, tag=tag)]
+    return pointwise(c)
 
 
 RULES: dict[Rule, str] = {
@@ -165,8 +162,4 @@ RULES: dict[Rule, str] = {
     cumulate: "cumsum",
     grouped_product: "_grouped_mm",
     whole_quotient: "floor_divide",
-}
-PLACES: dict[Rule, tuple[str, ...]] = {
-    **dict.fromkeys((cumulate, sort, whole_quotient), ("self",)),
-    grouped_product: ("offs",),
 }

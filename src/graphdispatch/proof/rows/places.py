@@ -45,22 +45,22 @@ class Picked:
     """What ``x[indices]`` takes: its dimensions, and along which of the tensor's dimensions rows name places."""
 
     def __init__(self, c: Call, tensor: Tensor, indices: Sequence[Tensor | None]) -> None:
-        dims = c.certain_label(tensor).dims
+        dims = c.certain_label(tensor, is_data=False).dims
         at = [place for place, index in enumerate(indices) if index is not None]
         given = [index for index in indices if index is not None]
         if any(map(is_flags, given)):
             raise UnknownError("a choice by flags")
-        joint = c.broadcast([c.certain_label(index).dims for index in given])
+        labels = [c.certain_label(index, is_data=False) for index in given]
+        joint = c.broadcast([label.dims for label in labels])
         self.row = row_place(dims)
-        self.by_rows = [place for place, index in zip(at, given, strict=True) if holds_rows(c.label(index))]
+        self.by_rows = [place for place, label in zip(at, labels, strict=True) if holds_rows(label)]
         self.axes = set().union(*map(axes_of, joint))
-        for place, index in zip(at, given, strict=True):
-            tag = c.label(index).tag
-            if tag is None or (tag.kind, tag.of) != ("numbers", dims[place]):
-                c.check_data(c.label(index))
+        for place, index, label in zip(at, given, labels, strict=True):
+            if label.tag is None or (label.tag.kind, label.tag.of) != ("numbers", dims[place]):
+                c.label(index)  # as numbers: they name no rows of this tensor
                 c.blend([dims[place]], "rows by an index")
                 c.require_index(dims[place], index)
-            elif not holds_rows(c.label(index)):
+            elif not holds_rows(label):
                 raise MixError("one row for all")
         if self.row is not None and self.row not in at and self.by_rows:
             raise MixError("rows by an index of rows")
@@ -71,9 +71,9 @@ class Picked:
 
 
 def index(c: Call) -> list[Label]:
-    """``x[indices]``."""
-    tensor, indices = c.a["self"], c.a["indices"]
-    picked, label = Picked(c, tensor, indices), c.label(tensor)
+    """``x[indices]``, and entries along a dimension."""
+    tensor, indices = c.a["self"], c.a["indices"] if "indices" in c.a else _along_dim(c)
+    picked, label = Picked(c, tensor, indices), c.moved
     c.read_places(tensor, picked.by_rows)
     tag = label.tag
     if tag is not None and not (len(label.dims) == 1 and is_permutation(c, indices[0])):
@@ -123,13 +123,6 @@ def _along_dim(c: Call) -> list[Tensor | None]:
     if not (c.a["self"].dim() and c.a["index"].dim()):
         raise UnknownError("a single place")
     return [*[None] * c.place("dim", c.a["self"].dim()), c.a["index"]]
-
-
-def index_select(c: Call) -> list[Label]:
-    """Entries along a dimension."""
-    picked = Picked(c, c.a["self"], _along_dim(c))
-    c.read_places(c.a["self"], picked.by_rows)
-    return [Label(picked.dims)]
 
 
 def index_dim(c: Call) -> list[Label]:
@@ -184,16 +177,10 @@ def scatter(c: Call) -> list[Label]:
 RULES: dict[Rule, str] = {
     embedding: "embedding",
     embedding_bag: "_embedding_bag _embedding_bag_forward_only",
-    index: "index _unsafe_index",
+    index: "index _unsafe_index index_select",
     index_put: "index_put _index_put_impl",
-    index_select: "index_select",
     index_dim: "index_copy index_add index_fill",
     gather: "gather",
     scatter: "scatter scatter_add scatter_reduce",
 }
-NAME_PLACES = (embedding, index, index_put, index_select, index_dim, gather)
-PLACES: dict[Rule, tuple[str, ...]] = {
-    index: ("self", "indices"),
-    index_put: ("indices",),
-    **dict.fromkeys((index_select, index_dim), ("index",)),
-}
+NAME_PLACES = (embedding, index, index_put, index_dim, gather)

@@ -24,12 +24,6 @@ TABLE: dict[str, Rule] = {
     name: rule for module in _MODULES for rule, names in module.RULES.items() for name in names.split()
 }
 """The rules of torch's operators, by name."""
-_PLACES: dict[Rule, tuple[str, ...]] = {
-    **views.PLACES,
-    **elementwise.PLACES,
-    **places.PLACES,
-    **experts.PLACES,
-}
 
 
 def version_of_torch() -> tuple[int, ...]:
@@ -60,7 +54,6 @@ def operator_of(func: OpOverload) -> Operator:
         defaults={argument.name: argument.default_value for argument in arguments},
         tensors=tuple(argument.name for argument in arguments if "Tensor" in str(argument.type)),
         rule=rule,
-        places=_PLACES.get(rule, ()) if rule is not None else (),
         names_places=rule in places.NAME_PLACES,
         keeps_places=rule in (pointwise, elementwise.keep, TABLE["fill"]),
         takes_sizes=rule in (views.expand, creation.made, creation.arange, creation.repeat),

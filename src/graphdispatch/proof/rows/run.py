@@ -438,12 +438,13 @@ class RowRun:
 
     def _ruled(self, call: Call) -> list[Label]:
         """The labels of the results, by the operator's rule."""
-        fault = first_fault(call.labels) or call.fault_of_data(call.operator.places)
+        fault = first_fault(call.labels)
         is_mix, why, rule = False, "", rule_of(call.operator)
         if rule is not None:
             try:
                 made = rule(call)
                 call.blend_unread()
+                fault = fault or call.fault_of_data()
                 for more in call.outs[len(made) :]:
                     unruled = fault_here(False, call.operator.name, "a further result")
                     made.append(Label(plain_dims(_shape_of(more)), unruled, is_lost=True))
@@ -460,7 +461,7 @@ class RowRun:
         """What is known of the results of an operator that mixes, or of which no rule tells."""
         axes = set().union(*(axes_of(dim) for label in call.labels.values() for dim in label.dims))
         follows_rows = ROWS_AXIS in axes or any(label.is_lost for label in call.labels.values())
-        fault, name = fault or call.fault_of_data(()), call.operator.name
+        fault, name = fault or call.fault_of_data(is_all=True), call.operator.name
         if (follows_rows or fault is not None) and not call.outs:
             self.doubt(f"{name} takes data to the host")
         self.mixed |= axes - {ROWS_AXIS}

@@ -21,7 +21,7 @@ def _moved(label: Label, dims: tuple[Dim, ...], *, is_whole: bool = True) -> Lab
 
 def view(c: Call) -> list[Label]:
     """The factors of the old shape, in order, are dealt to the sizes of the new one."""
-    label = c.certain_label(c.first)
+    label = c.moved
     rest = list(flat(label.dims))
     try:
         dims = tuple(_dealt(rest, size) for size in c.outs[0].shape)
@@ -59,7 +59,7 @@ def _dealt(rest: list[Atom | int], size: int) -> Dim:
 
 def permute(c: Call) -> list[Label]:
     """Dimensions in another order."""
-    label = c.certain_label(c.first)
+    label = c.moved
     order = list(range(len(label.dims)))
     if c.name == "t":
         order.reverse()
@@ -73,14 +73,14 @@ def permute(c: Call) -> list[Label]:
 
 def unsqueeze(c: Call) -> list[Label]:
     """A further dimension of one element."""
-    label = c.certain_label(c.first)
+    label = c.moved
     at = c.place("dim", len(label.dims) + 1)
     return [_moved(label, (*label.dims[:at], (), *label.dims[at:]))]
 
 
 def squeeze(c: Call) -> list[Label]:
     """Dimensions of one element go; a dynamic one is never of one element, see Note [a batch of one]."""
-    label = c.certain_label(c.first)
+    label = c.moved
     places = c.places(c.a.get("dim"), len(label.dims))
     for place in places:
         c.space.restrict(np.minimum(c.sizes.values(label.dims[place]), 2), "squeezes a size of one")
@@ -89,7 +89,7 @@ def squeeze(c: Call) -> list[Label]:
 
 def expand(c: Call) -> list[Label]:
     """Dimensions of one element become longer."""
-    label = c.certain_label(c.first)
+    label = c.moved
     shape = c.outs[0].shape
     more = len(shape) - len(label.dims)
     dims: list[Dim] = []
@@ -101,7 +101,7 @@ def expand(c: Call) -> list[Label]:
 
 def select(c: Call) -> list[Label]:
     """One element along a dimension."""
-    label = c.certain_label(c.first)
+    label = c.moved
     at = c.place("dim", len(label.dims))
     c.blend([label.dims[at]], "one row for all")
     index = c.a["index"]
@@ -111,7 +111,7 @@ def select(c: Call) -> list[Label]:
 
 def slice_(c: Call) -> list[Label]:
     """A part of a dimension."""
-    label = c.certain_label(c.first)
+    label = c.moved
     at = c.place("dim", len(label.dims))
     new = _sliced(c, label.dims[at], c.outs[0].shape[at])
     return [_moved(label, (*label.dims[:at], new, *label.dims[at + 1 :]), is_whole=new == label.dims[at])]
@@ -165,7 +165,7 @@ def _sliced(c: Call, old: Dim, size: int) -> Dim:
 def split(c: Call) -> list[Label]:
     """Parts of a dimension. Python gets their number."""
     c.run.label_of_size(c.first)
-    label = c.certain_label(c.first)
+    label = c.moved
     at = c.place("dim", len(label.dims))
     old, before, after = label.dims[at], label.dims[:at], label.dims[at + 1 :]
     is_unbind = c.name.startswith("unbind")
@@ -207,7 +207,7 @@ def as_strided(c: Call) -> list[Label]:
     windows along a last dimension that follows no batch, as ``torch.stft`` makes them."""
     before = c.before if c.writes else view_of(c.first)  # in place the argument is as it is afterwards
     if before == view_of(c.outs[0]):
-        return [c.label(c.first)]
+        return [c.label(c.first, is_data=False)]
     if (
         not c.writes
         and _are_windows(c.outs[0], c.first)
@@ -248,5 +248,3 @@ RULES: dict[Rule, str] = {
     as_strided: "as_strided",
     unfold: "unfold",
 }
-_OF_SELF = (view, permute, unsqueeze, squeeze, expand, select, slice_, split, as_strided)
-PLACES: dict[Rule, tuple[str, ...]] = dict.fromkeys(_OF_SELF, ("self",))
