@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:benchmark", "-ra", "--durations=5")
 # What needs no device, or starts processes of its own, is left out here.
 GPU_ALONE = ("tests/gpu", *(f"--ignore=tests/gpu/test_{name}.py" for name in ("unseen_kernels", "benchmarks", "bars")))
-CONFORMANCE = ("tests/backends/test_conformance_capture.py", "tests/backends/test_conformance_device.py")
+CONFORMANCE = "tests/backends/test_conformance.py"
 ANY_DEVICE = (
     "tests/property/test_piecewise.py",
     "tests/property/test_sequences.py",
@@ -71,7 +71,7 @@ PARTS = {
     "copies": bench("copies", 30, "--no-compile"),
     # Alone, since some of them measure the device's memory.
     "tests": Part(90, (*PYTEST, *GPU_ALONE)),
-    "parallel": Part(100, (*PYTEST, "-n", "6", *CONFORMANCE, "tests/gpu/test_unseen_kernels.py")),
+    "parallel": Part(100, (*PYTEST, "-n", "6", CONFORMANCE, "tests/gpu/test_unseen_kernels.py")),
     # Alone, too: what another process takes of the device's memory would count as that of a graph.
     "soak": Part(90, (*PYTEST, "tests/soak"), (("GRAPHDISPATCH_TEST_DEVICE", "cuda"),)),
     "rules": Part(60, ("tests/gpu/runtime/run.sh", sys.executable, "build/rules")),

@@ -4,7 +4,7 @@
 .PHONY: mutants count device-test soak
 
 # What runs on a device, and what runs on whichever device GRAPHDISPATCH_TEST_DEVICE names.
-ON_DEVICE := tests/gpu tests/backends/test_conformance_capture.py tests/backends/test_conformance_device.py
+ON_DEVICE := tests/gpu tests/backends/test_conformance.py
 ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_sequences.py tests/property/test_faults_steps.py
 
 QUICK := tests/behaviour tests/plan tests/vocabulary --front-ends graphed \

@@ -1,4 +1,4 @@
-"""What of the contract of ``backends/base.py`` only a GPU can break; the rest is tests/backends/test_conformance_*.
+"""What of the contract of ``backends/base.py`` only a GPU can break; the rest is tests/backends/test_conformance.py.
 
 And its autocast.
 """

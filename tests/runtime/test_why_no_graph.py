@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch.engines import CUDAGraphWrapper, Health
 from graphdispatch.errors import FallbackError
 
 from ..helpers import Spy, check_rows
@@ -253,6 +254,13 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def step_with(**options: object) -> Graphed[..., torch.Tensor]:
     """One that serves up to 4 rows."""
     return graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(**options))
+
+
+def test_every_front_end_with_counters_tells() -> None:
+    """Before the first call nothing is served, and nothing is lost."""
+    health = CUDAGraphWrapper(torch.relu).health()
+    assert health == Health(0, 0.0, 0, 0, ())
+    assert str(health) == "no call came yet"
 
 
 def test_graphs_that_never_engaged_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
