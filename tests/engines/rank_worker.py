@@ -28,13 +28,6 @@ LONG_S = 60.0
 """A timeout that is reached only where something hangs."""
 
 
-def model(x: torch.Tensor) -> torch.Tensor:
-    """A callable with a collective inside."""
-    y = x * 2 + 1
-    dist.all_reduce(y)
-    return y
-
-
 def graphs_of(wrapper: CUDAGraphWrapper) -> set[tuple[CUDAGraphMode, int]]:
     """The graphs that a rank has, as it votes for them."""
     return {(wrapper.runtime_mode, descriptor.num_tokens) for descriptor in wrapper.get_cached_descriptors()}
@@ -75,19 +68,6 @@ def disagree(rank: int, world: int) -> Any:
         agreed, is_right = ours.step(rows, mode)
         steps.append([[agreed.mode.name, *agreed[1:]], is_right])
     return steps
-
-
-def collective(rank: int, world: int) -> Any:
-    """A collective inside the graph: captures and replays pair up."""
-    consensus = RankConsensus(sizes=SIZES, timeout_s=LONG_S)
-    wrapper = CUDAGraphWrapper(model)
-    answers = list[bool]()
-    for step in range(6):
-        agreed = consensus.agree(1 + (rank + step) % 2, graphs_of(wrapper))
-        x = torch.full((agreed.size, 2), float(step))
-        result = wrapper(x, batch_descriptor=agreed.descriptor, cudagraph_runtime_mode=agreed.mode)
-        answers.append(bool((result == world * (2 * step + 1)).all()))
-    return [answers, wrapper.get_stats().hits]
 
 
 def functional_collectives(rank: int, world: int) -> Any:
@@ -233,7 +213,7 @@ def sizes(rank: int, world: int) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[int, int], Any]] = {
-    f.__name__: f for f in (disagree, collective, functional_collectives, refusals, losses, late, death, sizes)
+    f.__name__: f for f in (disagree, functional_collectives, refusals, losses, late, death, sizes)
 }
 
 

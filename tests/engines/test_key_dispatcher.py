@@ -241,6 +241,18 @@ def test_every_miss_has_its_own_reason(
     assert made.decide(**batch) is found
 
 
+def test_the_remedies_of_missing_keys_are_right() -> None:
+    """Keys that are initialised, and a key for another query length."""
+    made = plan(None)
+    assert made.decide(8).reason is Reason.NOT_INITIALIZED
+    made.initialize_cudagraph_keys(BOTH)
+    assert made.decide(8).reason.is_graph
+    made = full(desc(8, True))
+    assert made.decide(8, query_len=2).reason is Reason.QUERY_LEN_NOT_CAPTURED
+    made.add_cudagraph_key(FULL, desc(8, True, reqs=4))
+    assert made.decide(8, 4, query_len=2).reason.is_graph
+
+
 def test_a_decision_does_not_depend_on_the_order_of_the_keys() -> None:
     """Processes with other hash seeds decide alike, also between keys that serve the same batches."""
     code = (

@@ -256,14 +256,6 @@ def test_a_mask_hides_the_padding_of_a_length() -> None:
     assert "a mask that is padded with zeros must hide it" in bare.explain(torch.randn(3, 9, 4))
 
 
-def test_a_batch_of_zeros_hides_no_padding() -> None:
-    """As one that only warms up: what it is multiplied by is looked at."""
-    step = served(lambda x, y: x * y.mean(1, keepdim=True).abs(), "x", "y", sizes=[4])
-    pairs = [(x, torch.rand_like(x)) for x in (torch.zeros(3, n, 4) for n in (16, 16, 11, 12))]
-    check_calls(step, *pairs, *((y, y) for _, y in pairs), **NEAR)
-    assert last(step) is Reason.ROWS_MIX
-
-
 def test_flags_that_are_all_zero_are_never_ones() -> None:
     """The callable meets no number that might name no place, as the kind of a token where there is one kind."""
     kinds, raised = torch.randn(1, 4), list[str]()
