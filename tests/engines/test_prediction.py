@@ -21,12 +21,17 @@ class Target:
         self.captured_sizes: list[int] = []
         self.clock, self.largest = clock, largest
 
-    def capture_size(self, size: int) -> bool:
+    def capture(self, size: int) -> bool:
         """Whether there is a graph then."""
         self.clock.now += 0.05
         if size <= self.largest:
             self.captured_sizes.append(size)
         return size <= self.largest
+
+
+def capture_one(prewarmer: Prewarmer, target: Target) -> int | None:
+    """The size that was captured, or None."""
+    return prewarmer.capture_one(target.captured_sizes, target.capture)
 
 
 def observed(*tokens: int, memory: int = 2000) -> SizePredictor:
@@ -80,11 +85,11 @@ def test_nothing_is_captured_in_a_burst_nor_while_a_step_runs() -> None:
     clock = Clock()
     prewarmer, target = after(clock, 8, 16, 8), Target(clock)
     clock.now += 0.09  # a capture is expected to take 100 ms
-    assert prewarmer.capture_one(target) is None
+    assert capture_one(prewarmer, target) is None
     prewarmer.step_started(DispatchKey(64, 1))
     clock.now += 1.0
-    assert prewarmer.capture_one(target) is None
-    assert Prewarmer(SizePredictor(SIZES), clock=clock).capture_one(target) is None  # before the first step
+    assert capture_one(prewarmer, target) is None
+    assert capture_one(Prewarmer(SizePredictor(SIZES), clock=clock), target) is None  # before the first step
 
 
 def test_a_pause_is_used_for_the_likeliest_sizes() -> None:
@@ -92,7 +97,7 @@ def test_a_pause_is_used_for_the_likeliest_sizes() -> None:
     clock = Clock()
     prewarmer, target = after(clock, *[8, 16, 8, 8] * 10, least=0.1), Target(clock)
     clock.now += 1.0
-    assert [prewarmer.capture_one(target) for _ in range(3)] == [8, 16, None]
+    assert [capture_one(prewarmer, target) for _ in range(3)] == [8, 16, None]
     assert target.captured_sizes == [8, 16]
 
 
@@ -101,10 +106,10 @@ def test_captures_stay_within_the_budget() -> None:
     clock = Clock()
     prewarmer, target = after(clock, 8, 16, 24, 32, allowance_ms=120.0, budget=0.1, least=0.0), Target(clock)
     clock.now += 0.2
-    assert sum(prewarmer.capture_one(target) is not None for _ in range(9)) == 2
+    assert sum(capture_one(prewarmer, target) is not None for _ in range(9)) == 2
     assert prewarmer.spent_ms == pytest.approx(100)
     clock.now += 10.0
-    assert sum(prewarmer.capture_one(target) is not None for _ in range(9)) == 9
+    assert sum(capture_one(prewarmer, target) is not None for _ in range(9)) == 9
 
 
 def test_a_size_that_cannot_be_captured_is_passed_over() -> None:
@@ -112,7 +117,7 @@ def test_a_size_that_cannot_be_captured_is_passed_over() -> None:
     clock = Clock()
     prewarmer, target = after(clock, *[16, 8, 16, 16] * 10), Target(clock, largest=8)
     clock.now += 1.0
-    assert prewarmer.capture_one(target) == 8
+    assert capture_one(prewarmer, target) == 8
     assert prewarmer.spent_ms == pytest.approx(100)
     assert prewarmer.capture_ms == pytest.approx(50 + 50 * 0.75**2)
 
@@ -137,10 +142,10 @@ def test_a_dispatcher_has_the_graph_before_the_batch(make: Any) -> None:
     """After 1 comes 2: it is captured in the pause. Its first batch is compared, and all further ones are replays."""
     clock, dispatcher = Clock(), make(double)
     prewarmer = forecasts(clock)
-    dispatcher.prewarm([], lambda key: torch.zeros(key.num_tokens, 3))
-    assert prewarmer.capture_one(dispatcher) is None  # no pause yet
+    capture = lambda n: dispatcher.prewarm([gd.DispatchKey(n, n)], lambda key: torch.zeros(key.num_tokens, 3))  # noqa: E731
+    assert prewarmer.capture_one(dispatcher.captured_sizes, capture) is None  # no pause yet
     clock.now += 10.0
-    assert prewarmer.capture_one(dispatcher) == 2
+    assert prewarmer.capture_one(dispatcher.captured_sizes, capture) == 2
     assert dispatcher.captured_sizes == [2]
     serve(dispatcher, gd.DispatchKey(2, 2), 4)
     assert dispatcher.stats.graph >= 2
@@ -176,13 +181,14 @@ def test_a_dispatcher_s_failed_capture_says_why() -> None:
 
 
 def test_an_adaptive_wrapper_captures_what_is_forecast() -> None:
-    """Once ``prewarm`` has shown it how to make arguments; compared ahead, so that the first batch is a hit."""
+    """By ``prewarm``, which compares ahead, so that the first batch is a hit."""
     clock, wrapper = Clock(), gd.AdaptiveCUDAGraphWrapper(double)
     prewarmer = forecasts(clock)
     wrapper.prewarm([8, gd.BatchDescriptor(2, 2)], lambda descriptor: torch.zeros(descriptor.num_tokens, 3))
     clock.now += 10.0
     assert wrapper.captured_sizes == [8]
-    assert prewarmer.capture_one(wrapper) == 2
+    capture = lambda n: wrapper.prewarm([n], lambda descriptor: torch.zeros(descriptor.num_tokens, 3))  # noqa: E731
+    assert prewarmer.capture_one(wrapper.captured_sizes, capture) == 2
     assert wrapper.captured_sizes == [2, 8]
     for _ in range(2):
         x = torch.randn(2, 3)

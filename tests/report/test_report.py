@@ -251,7 +251,7 @@ MADE: dict[str, tuple[Callable[[], Any], Callable[[Any], list[str]]]] = {
     "stats": (lambda: served().stats, lambda stats: ABOVE),
     "decisions": (dispatched, lambda stats: ABOVE),
     "memory": (lambda: served().memory_report(), lambda memory: ["total", f"{memory.total} B"]),
-    "prewarm": (prewarmed, lambda report: ["2", "FULL", report.left_out[gd.CUDAGraphMode.FULL, 2]]),
+    "prewarm": (prewarmed, lambda report: ["2", report.left_out[2]]),
     "plan": (lambda: plan_sizes(STEPS, max_graphs=3), lambda plan: ["FULL", " ".join(map(str, plan.sizes))]),
     "evaluation": (
         lambda: plan_sizes(STEPS, max_graphs=3).evaluate(STEPS),

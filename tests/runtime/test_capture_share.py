@@ -451,8 +451,7 @@ def test_a_prewarm_times_only_what_the_callable_takes() -> None:
         sizes=(2, 4),
     )
     report = step.prewarm(torch.randn(4, 32), torch.tensor([32, 31, 30, 29]))
-    (captured,) = report.captured.values()
-    assert len(captured) == 4
+    assert len(report.captured) == 4
 
 
 def test_what_waits_says_what_stands_against_it() -> None:

@@ -166,13 +166,12 @@ def test_written_arguments_are_copied_back() -> None:
 
 
 def test_combinations_are_captured_ahead() -> None:
-    """``sizes``, ``prewarm`` and ``capture_size`` take combinations of lengths."""
+    """``sizes`` and ``prewarm`` take combinations of lengths."""
     step = served(lambda x: x * 2, "x", sizes=[(2, 4), (4, 6), (8, 8)])
     assert step.sizes == ((2, 4), (4, 6), (8, 8))
     check_rows(step, *[(2, 3)] * 4)
-    step.prewarm(torch.randn(2, 3), sizes=())
     assert step.captured_sizes == ((2, 4),)
-    assert step.capture_size((4, 6))  # type: ignore[arg-type]
+    step.prewarm(torch.randn(2, 3), sizes=[(4, 6)])  # type: ignore[list-item]
     check_rows(step, (3, 6))
     step.prewarm(torch.randn(2, 3), sizes=[(8, 8)])  # type: ignore[list-item]
     assert step.captured_sizes == ((2, 4), (4, 6), (8, 8))

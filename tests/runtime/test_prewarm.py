@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.engines import named_sizes
 from graphdispatch.errors import ConfigError
 
@@ -37,11 +37,11 @@ def test_the_report_says_what_was_captured(model: torch.nn.Module) -> None:
     """Largest first; all of it is served at once."""
     step = make(model)
     report = step.prewarm(torch.randn(4, 8))
-    assert report.captured == {CUDAGraphMode.FULL: (16, 8, 4, 2, 1)}
+    assert report.captured == (16, 8, 4, 2, 1)
     assert (report.left_out, report.memory_bytes) == ({}, step.memory_bytes)
     assert "5 FULL graphs captured: 16 8 4 2 1" in str(report)
     assert serves(step, 1, 3, 16) == [Reason.EXACT, Reason.PADDED, Reason.EXACT]
-    assert step.prewarm(torch.randn(4, 8)).captured == {CUDAGraphMode.FULL: ()}
+    assert step.prewarm(torch.randn(4, 8)).captured == ()
 
 
 @pytest.mark.parametrize("other", ["ids", "lengths"])
@@ -71,25 +71,22 @@ def test_a_budget_of_time_leaves_sizes_for_later(model: torch.nn.Module) -> None
     """Nothing is begun after the time is up; what was left out is captured as it comes."""
     step = make(model, options=CUDAGraphOptions(capture_after=1))
     report = step.prewarm(torch.randn(4, 8), max_seconds=1e-9)
-    assert report.captured == {CUDAGraphMode.FULL: ()}
-    assert [size for _, size in report.left_out] == [16, 8, 4, 2, 1]
+    assert report.captured == ()
+    assert list(report.left_out) == [16, 8, 4, 2, 1]
     assert "max_seconds" in str(report)
     assert serves(step, 8) == [Reason.CAPTURED_NOW]
 
 
 def test_one_size_in_a_pause(model: torch.nn.Module) -> None:
-    """The example of a prewarm is kept; a size is then captured without a call of it."""
+    """Nothing else is captured, and no call is counted."""
     step = make(model)
     serves(step, 4)
-    assert not step.capture_size(8)  # there is no example
-    step.prewarm(torch.randn(2, 8), sizes=())
     calls = step.stats.calls
-    assert step.capture_size(8)
-    assert step.capture_size(8)
+    assert step.prewarm(torch.randn(2, 8), sizes=[8]).captured == (8,)
     assert (step.stats.captures, step.stats.calls) == (1, calls)
     assert {*serves(step, 5, 6, 7, 8)} <= {Reason.PADDED, Reason.EXACT}
     with pytest.raises(ConfigError, match=r"among the capture sizes \(1, 2, 4, 8, 16\), got 17"):
-        step.capture_size(17)
+        step.prewarm(torch.randn(2, 8), sizes=[17])
 
 
 LADDER = sorted(named_sizes("vllm", 64), reverse=True)
@@ -117,8 +114,8 @@ def prewarmed(
     options = CUDAGraphOptions(memory_budget_bytes=budget)
     step = graphed(fn, dynamic={"x": 0}, sizes=sorted(sizes), backend="cpu", options=options)
     done = step.prewarm(x=torch.randn(max(sizes), 8))
-    left_out = [size for (_, size), reason in done.reasons.items() if reason is Reason.CACHE_FULL]
-    return done.captured[CUDAGraphMode.FULL], left_out, done.memory_bytes
+    left_out = [size for size, reason in done.reasons.items() if reason is Reason.CACHE_FULL]
+    return done.captured, left_out, done.memory_bytes
 
 
 def test_capturing_stops_before_the_budget() -> None:
@@ -138,7 +135,7 @@ def test_a_budget_of_memory_is_none_of_graphs(budget: int | None) -> None:
     step = graphed(constants, dynamic={"x": 0}, sizes=(2, 4), options=options)
     for dtype in (torch.float32, torch.float64):
         report = step.prewarm(torch.randn(2, 8, dtype=dtype))
-        assert (report.captured, report.left_out) == ({CUDAGraphMode.FULL: (4, 2)}, {})
+        assert (report.captured, report.left_out) == ((4, 2), {})
 
 
 def test_what_a_prewarm_captured_stays() -> None:
@@ -147,7 +144,7 @@ def test_what_a_prewarm_captured_stays() -> None:
     x = torch.randn(4, 8)
     step.prewarm(x, sizes=(4,))
     step.prewarm(x.double())
-    assert step.prewarm(x).captured == {CUDAGraphMode.FULL: (2, 1)}
+    assert step.prewarm(x).captured == (2, 1)
     assert "FULL graph" in step.explain(x)
 
 
@@ -156,8 +153,8 @@ def test_a_graph_that_a_prewarm_displaces_is_left_out() -> None:
     step = graphed(constants, dynamic={"x": 0}, sizes=(1, 2, 4, 8), options=CUDAGraphOptions(max_cached_graphs=3))
     step.prewarm(torch.randn(4, 8), sizes=(8,))
     report = step.prewarm(torch.randn(4, 8))
-    assert report.captured == {CUDAGraphMode.FULL: (4, 2, 1)}
-    assert report.reasons == {(CUDAGraphMode.FULL, 8): Reason.CACHE_FULL}
+    assert report.captured == (4, 2, 1)
+    assert report.reasons == {8: Reason.CACHE_FULL}
 
 
 @pytest.mark.parametrize("fn", [surprise, needs_large])
@@ -211,10 +208,10 @@ def test_a_budget_of_time_first_has_sizes_that_serve_every_batch() -> None:
     """The largest, its half and so on along each dimension; then the others, the largest first."""
     clock = {"dynamic": {"input": 0}, "sizes": (1, 2, 4, 8, 16, 24, 32, 40)}
     report = graphed(torch.nn.ReLU(), **clock).prewarm(torch.randn(2, 3), max_seconds=60)
-    assert report.captured == {CUDAGraphMode.FULL: (40, 16, 8, 4, 2, 1, 32, 24)}
+    assert report.captured == (40, 16, 8, 4, 2, 1, 32, 24)
     dims = {"input": {0: "rows", 1: gd.Dim("length", (2, 3, 4))}}
     report = graphed(torch.nn.ReLU(), dynamic=dims, sizes=(1, 2, 3)).prewarm(torch.randn(2, 3), max_seconds=60)
-    order = [getattr(size, "lengths") for size in report.captured[CUDAGraphMode.FULL]]  # noqa: B009
+    order = [getattr(size, "lengths") for size in report.captured]  # noqa: B009
     assert order == [(3, 4), (3, 2), (1, 4), (1, 2), (3, 3), (2, 4), (2, 3), (2, 2), (1, 3)]
 
 
@@ -268,7 +265,7 @@ def test_what_is_not_padded_is_said_with_its_line() -> None:
     independent."""
     step = graphed(lambda x: x - x.mean(0), dynamic={"x": 0}, sizes=(2, 4))
     report = step.prewarm(torch.randn(4, 8))
-    assert report.captured == {CUDAGraphMode.FULL: (4, 2)}
+    assert report.captured == (4, 2)
     assert report.padding.startswith("rows mix in aten::mean")
     assert "test_prewarm.py" in report.padding
     assert f"batches that would be padded run eagerly: {report.padding}" in str(report)
@@ -284,7 +281,7 @@ def test_what_the_callable_raises_for_the_example_passes_through(example: torch.
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         step.prewarm(example)
     assert not step.entries
-    assert step.prewarm(torch.randn(3, 8)).captured == {CUDAGraphMode.FULL: (4, 2)}
+    assert step.prewarm(torch.randn(3, 8)).captured == (4, 2)
 
 
 def over_edges(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,6 @@ WITHIN: dict[str, Callable[[Graphed[..., Any]], object]] = {
     "a call": lambda step: check(step, torch.ones(4, 5)),
     "captured_sizes": knows_sizes,
     "prewarm": raises(lambda step: step.prewarm(torch.ones(4, 2))),
-    "capture_size": raises(lambda step: step.capture_size(4)),
     "invalidate": raises(Graphed.invalidate),
     "sleep": raises(Graphed.sleep),
     "wake": raises(Graphed.wake),

@@ -31,7 +31,7 @@ from ..runtime.entry import CUDAGraphEntry
 from ..runtime.flatten import leaves_of
 from ..runtime.group import Route
 from ..runtime.health import Health
-from ..runtime.prewarm import PrewarmReport, capture_size, captured_sizes, prewarm
+from ..runtime.prewarm import PrewarmReport, captured_sizes, prewarm
 from ..runtime.protocols import Guard
 from ..runtime.rules import ArgumentRules, Dim, callable_name, make_rules
 from ..runtime.server import Server
@@ -319,25 +319,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         """The capture sizes that calls are padded to."""
         return self._route.table.points
 
-    def capture_size(self, size: int) -> bool:
-        """Capture one size now, while nothing is to be served, for every signature of which there was a ``prewarm``
-        that left sizes out (``sizes=()``: all).
-
-        Two rows of its example are kept for this, and tensors without a batch dimension whole. It leaves no effect, and
-        what the callable raises passes through.
-
-        Args:
-            size: One of the sizes.
-
-        Returns:
-            Whether there is a graph of it then.
-
-        Raises:
-            ConfigError: There is no such size.
-            FallbackError: It cannot be captured, and the callable is ``strict``.
-        """
-        return capture_size(self._server, self._route, size)
-
     def clear(self) -> None:
         """Release all graphs and their memory; calls capture anew. The statistics stay."""
         self._graphs.clear()
@@ -468,11 +449,6 @@ class GraphedStep(Graphed[P, R]):
         """As ``Graphed.prewarm``; nothing is trained. Call the step once before."""
         with self._ready():
             return super().prewarm(*args, **kwargs)
-
-    def capture_size(self, size: int) -> bool:
-        """As ``Graphed.capture_size``; nothing is trained."""
-        with self._ready():
-            return super().capture_size(size)
 
     def unwrap(self) -> Callable[P, R]:
         """The wrapped callable."""

@@ -200,8 +200,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
     longer than that. So descriptors that come once, or in a cycle that is larger than the cache, run eagerly and
     displace nothing.
 
-    After a ``prewarm``, ``Prewarmer.capture_one`` can drive the wrapper, to capture in pauses the sizes that are
-    forecast. Thread-safe.
+    ``Prewarmer.capture_one`` finds pauses in which ``prewarm`` captures the sizes that are forecast. Thread-safe.
 
     Args:
         runnable: What is captured; it is called eagerly wherever no graph serves.
@@ -233,7 +232,6 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         self.options.refuse(("capture_after",), "AdaptiveCUDAGraphWrapper", remedy)
         cache = self._graph_cache
         cache.admission, cache.min_replays, cache.fills_at_once = Admission(), min_replays_to_keep, True
-        self._dummy_fn: Callable[[BatchDescriptor], Any] | None = None
 
     def get_hot_shapes(self, top_k: int = 10) -> list[tuple[BatchDescriptor, int]]:
         """The descriptors that came most often.
@@ -270,7 +268,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         Args:
             shapes: Descriptors; an integer stands for the descriptor of that many tokens.
             dummy_fn: ``dummy_fn(descriptor)`` gives the arguments of a call: a tensor, a tuple of positional arguments,
-                a mapping of keyword arguments, or a pair of the latter two. It is kept for ``capture_size``.
+                a mapping of keyword arguments, or a pair of the latter two.
 
         Returns:
             The descriptors that have a graph afterwards, largest first.
@@ -280,7 +278,6 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             CaptureError: The wrapper sleeps or is frozen.
         """
         check_callable("dummy_fn", dummy_fn, "a function from a descriptor to arguments")
-        self._dummy_fn = dummy_fn
         wanted = dict.fromkeys(_descriptors(shapes))
         refuse_too_many(self._graph_cache, wanted)
         largest_first = sorted(wanted, key=lambda descriptor: -descriptor.num_tokens)
@@ -302,22 +299,6 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         """The numbers of tokens whose descriptor, ``BatchDescriptor(num_tokens)``, has a graph; increasing."""
         found = self.get_cached_descriptors()
         return sorted(d.num_tokens for d in found if d == BatchDescriptor(d.num_tokens))
-
-    def capture_size(self, size: int) -> bool:
-        """Capture ``BatchDescriptor(size)`` now, as ``prewarm`` does, with the ``dummy_fn`` of the latest one.
-
-        Args:
-            size: The number of tokens.
-
-        Returns:
-            Whether it has a graph then.
-
-        Raises:
-            ConfigError: There was no ``prewarm`` yet, or the size is wrong.
-        """
-        if self._dummy_fn is None:
-            raise ConfigError("capture_size needs a dummy_fn for its arguments; call prewarm(shapes, dummy_fn) first")
-        return bool(self.prewarm([size], self._dummy_fn))
 
 
 def _descriptors(shapes: Iterable[BatchDescriptor | int]) -> Iterator[BatchDescriptor]:

@@ -136,8 +136,8 @@ def _try_captures(
         return {Reason.CALL_RAISED: f"with another number of rows the call raises {type(error).__name__}: {error}"}, ""
     failures: dict[Reason, str] = {}
     difference = ""
-    for (mode, size), why in report.left_out.items():
-        reason, text = report.reasons[mode, size], f"{mode.name} graph of {size} rows: {why}"
+    for size, why in report.left_out.items():
+        reason, text = report.reasons[size], f"{report.mode.name} graph of {size} rows: {why}"
         failures.setdefault(reason, text)
         if reason is Reason.VERIFICATION_FAILED and size > 1 and size - 1 not in served.sizes:
             difference = text

@@ -19,7 +19,7 @@ from ..backends import Backend, get_backend
 from ..backends.base import Stopwatch
 from ..backends.tracing import untraced
 from ..copying import MadeAnew, make_lock
-from ..descriptors import DispatchKey, create_dispatch_key
+from ..descriptors import DispatchKey
 from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
 from ..modes import CUDAGraphMode, DispatchMode
 from ..reasons import Reason
@@ -83,7 +83,6 @@ class CudagraphDispatcher(MadeAnew):
         self._stopwatch = Stopwatch()
         self._timed_on: Backend | None = None
         """Where steps are timed, for a policy that learns."""
-        self._dummy_fn: Callable[[DispatchKey], Any] | None = None
         self.stats = DispatchStats()
         """Calls by mode, and the reason for every eager one."""
         self.workers: Sequence[Worker] = (Worker(eager_runner, max_cached_graphs),)
@@ -229,7 +228,7 @@ class CudagraphDispatcher(MadeAnew):
         Args:
             keys: The keys.
             dummy_fn: ``dummy_fn(key)`` gives the arguments of a call: a tensor, a tuple of positional arguments, a
-                mapping of keyword arguments, or a pair of the latter two. It is kept for ``capture_size``.
+                mapping of keyword arguments, or a pair of the latter two.
 
         Returns:
             Those of ``keys`` that have a graph then, largest first.
@@ -241,7 +240,6 @@ class CudagraphDispatcher(MadeAnew):
         wanted = list(dict.fromkeys(keys))
         for key in wanted:
             check_key(key)
-        self._dummy_fn = dummy_fn
         wanted.sort(key=lambda key: -key.num_tokens)
         for key in wanted:
             if not self.has_graph(key):
@@ -253,25 +251,6 @@ class CudagraphDispatcher(MadeAnew):
     def captured_sizes(self) -> list[int]:
         """The numbers of tokens whose decode key, of one token for each request, has a graph; increasing."""
         return sorted({key.num_tokens for key, _ in self.entries if key == DispatchKey(key.num_tokens, key.num_tokens)})
-
-    def capture_size(self, size: int) -> bool:
-        """Capture the decode key of ``size`` tokens now, as ``prewarm`` does.
-
-        With it ``Prewarmer.capture_one`` drives the dispatcher. The arguments come from the ``dummy_fn`` of the latest
-        ``prewarm``, which may have named no keys.
-
-        Args:
-            size: The number of tokens.
-
-        Returns:
-            Whether it has a graph then.
-
-        Raises:
-            ConfigError: There was no ``prewarm`` yet, or the size is wrong.
-        """
-        if self._dummy_fn is None:
-            raise ConfigError("capture_size needs a dummy_fn for its arguments; call prewarm([], dummy_fn) first")
-        return bool(self.prewarm([create_dispatch_key(size, size)], self._dummy_fn))
 
     @untraced
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:

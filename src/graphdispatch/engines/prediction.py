@@ -2,8 +2,7 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -134,26 +133,27 @@ class Prewarmer:
                 raise ConfigError("step_ended() must follow step_started(), got one call too many")
             self._running, self._paused_at = self._running - 1, self._clock()
 
-    def capture_one(self, target: Any) -> int | None:
+    def capture_one(self, captured: Collection[int], capture: Callable[[int], object]) -> int | None:
         """Capture the likeliest size that has no graph, if this is a pause. Call it whenever there is nothing to serve.
 
         A size that cannot be captured costs its time, and the next one is tried while the budget lasts.
 
         Args:
-            target: What captures: a callable made by ``graphed``, a dispatcher or an adaptive wrapper. It has
-                ``captured_sizes`` and ``capture_size(size)``.
+            captured: The sizes that have a graph: ``captured_sizes`` of what captures.
+            capture: Captures one, and returns something true if it has a graph then: ``lambda n:
+                serve.prewarm(example, sizes=[n]).captured``, or a call of ``prewarm`` of a dispatcher or an adaptive
+                wrapper. What it raises passes through.
 
         Returns:
             The size that was captured, or None.
         """
-        ready = set(target.captured_sizes)
         for size, chance in self.predictor.forecast(self._horizon):
             begun = self._clock()
             left_ms = self._allowance_ms + 1000 * self._budget * (begun - self._start) - self.spent_ms
             if self._running or min(1000 * (begun - self._paused_at), left_ms) < self.capture_ms:
                 return None
-            if size not in ready and chance >= self._least:
-                has_graph = target.capture_size(size)
+            if size not in captured and chance >= self._least:
+                has_graph = capture(size)
                 taken_ms = 1000 * (self._clock() - begun)
                 with self._lock:
                     self.spent_ms += taken_ms

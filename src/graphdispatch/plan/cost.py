@@ -222,8 +222,8 @@ def _with_rows(
 def _capture(served: Any, inputs: Mapping[str, Any]) -> dict[str, float]:
     """What the capture of the one size of ``served`` costs."""
     report = served.prewarm(**inputs)
-    for (mode, size), why in report.left_out.items():
-        raise CaptureError(f"no {mode.name} graph of {size} rows: {why}")
+    for size, why in report.left_out.items():
+        raise CaptureError(f"no {report.mode.name} graph of {size} rows: {why}")
     memory = served.memory_report()
     own = float(memory.entry_bytes + memory.driver_bytes)
     return {"capture_ms": 1e3 * report.seconds, "graph_bytes": own, "pool_bytes": memory.total - own}

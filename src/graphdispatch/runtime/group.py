@@ -242,9 +242,6 @@ class GraphGroup:
     """By size, the calls that no graph served; they are the clock of ``failures``. Counted without the lock, too."""
     past_replays: int = 0
     """The replays of entries that are gone."""
-    example: list[Any] = field(default_factory=list)
-    """The values of a call of two rows, so that further sizes can be captured when none is under way; empty if none is
-    kept."""
     looked_at: int = 0
     """When the latest call was looked at, in uses (``next_use``); 0 before the first."""
     is_of_constant: bool = False

@@ -41,52 +41,39 @@ _MANY = 64
 
 @dataclass(frozen=True)
 class PrewarmReport:
-    """What a prewarm did: sizes by mode, in the order of capture, and why each of the others has no graph."""
+    """What a prewarm did: the sizes captured, in order, and why each of the others has no graph."""
 
-    captured: dict[CUDAGraphMode, tuple[int, ...]]
-    left_out: dict[tuple[CUDAGraphMode, int], str]
+    mode: CUDAGraphMode
+    captured: tuple[int, ...]
+    left_out: dict[int, str]
     seconds: float
     memory_bytes: int
-    reasons: dict[tuple[CUDAGraphMode, int], Reason] = field(default_factory=dict)
+    reasons: dict[int, Reason] = field(default_factory=dict)
     """The reasons of those of ``left_out`` that the time did not leave out."""
     padding: str = ""
     """Why batches that would be padded run eagerly with some of these graphs; empty if graphs serve them."""
 
     def __str__(self) -> str:
-        lines = [
-            f"{len(sizes)} {mode.name} graphs captured" + (f": {' '.join(map(str, sizes))}" if sizes else "")
-            for mode, sizes in self.captured.items()
-        ]
-        lines.append(f"{self.seconds:.2f} s, {self.memory_bytes / 2**20:.1f} MiB held")
+        sizes = f": {' '.join(map(str, self.captured))}" if self.captured else ""
+        lines = [f"{len(self.captured)} {self.mode.name} graphs captured{sizes}", self._cost]
         lines += [f"batches that would be padded run eagerly: {self.padding}"] if self.padding else []
-        return "\n".join(lines + [f"{mode} {sizes} left out: {why}" for sizes, mode, why in self._without_graph()])
+        return "\n".join(lines + [f"{self.mode.name} {sizes} left out: {why}" for sizes, why in self._without_graph()])
 
-    def _without_graph(self) -> list[tuple[str, str, str]]:
-        """Sizes, their mode and why they have no graph. Sizes for which the same is said share a line, with the text of
-        the first of them."""
-        groups: dict[tuple[CUDAGraphMode, str], list[Any]] = {}
-        for (mode, size), why in self.left_out.items():
-            groups.setdefault((mode, without_numbers(why)), []).append(size)
-        return [(shortened(sizes), mode.name, self.left_out[mode, sizes[0]]) for (mode, _), sizes in groups.items()]
+    @property
+    def _cost(self) -> str:
+        return f"{self.seconds:.2f} s, {self.memory_bytes / 2**20:.1f} MiB held"
+
+    def _without_graph(self) -> list[tuple[str, str]]:
+        """Sizes, and why they have no graph. Sizes for which the same is said share a line, with the text of the first
+        of them."""
+        groups: dict[str, list[int]] = {}
+        for size, why in self.left_out.items():
+            groups.setdefault(without_numbers(why), []).append(size)
+        return [(shortened(sizes), self.left_out[sizes[0]]) for sizes in groups.values()]
 
     def _repr_html_(self) -> str:
-        rows = [(str(size), mode.name, "captured") for mode, sizes in self.captured.items() for size in sizes]
-        rows += self._without_graph()
-        title = f"{self.seconds:.2f} s, {self.memory_bytes / 2**20:.1f} MiB held"
-        return html_table(title, ("size", "mode", "what became of it"), rows)
-
-
-def capture_size(server: Server, route: Route, size: Any) -> bool:
-    """See ``Graphed.capture_size``."""
-    server.graphs.cache.refuse_changes()
-    with torch.no_grad(), server.lock:
-        graphs, number = server.graphs, route.table.number_of(size)
-        if server.closed(route) is not None or graphs.cache.is_frozen:
-            return False
-        for group in _groups(route):
-            if group.example and group.blocked(number) is None and group.current(number) is None:
-                _Prewarm(server).capture(group, group.example, [number])
-        return size in captured_sizes(server, route)
+        rows = [*((str(size), "captured") for size in self.captured), *self._without_graph()]
+        return html_table(f"{self.mode.name}: {self._cost}", ("size", "what became of it"), rows)
 
 
 def captured_sizes(server: Server, route: Route) -> tuple[Any, ...]:
@@ -115,7 +102,7 @@ def prewarm(
         isinstance(max_seconds, bool) or not isinstance(max_seconds, int | float) or not max_seconds > 0
     ):
         raise ConfigError(f"max_seconds must be a number above 0 or None, got {shown(max_seconds)}")
-    graphs, mode = server.graphs, route.table.mode
+    graphs = server.graphs
     graphs.cache.refuse_changes()
     if torch.is_grad_enabled() and server.needs_gradients(args, kwargs):
         why = server.about_gradients(args, kwargs)
@@ -124,7 +111,7 @@ def prewarm(
         refuse_closed(server, route)
         run = _Prewarm(server, max_seconds, progress)
         graphs.refresh()
-        group, leaves, rows = _example(server, route, args, kwargs)
+        group, leaves = _example(server, route, args, kwargs)
         wanted = sorted(route.table.checked(sizes), reverse=True) if group.signature.has_rows else [1]
         missing = []
         for size in wanted:
@@ -146,20 +133,18 @@ def prewarm(
         run.make_sure(group, leaves, wanted)
         _make_hits(group)
         group.is_prewarmed = True
-        if group.signature.has_rows and any(group.current(size) is None for size in route.table.sizes):
-            axes = group.inputs.axes
-            group.example = resized(group.inputs, leaves, pack(axes, [2, *lengths_of(axes, rows)[1:]]))
         lacking = [size for size in wanted if group.current(size) is None]
         left_out = dict.fromkeys(lacking, _why_lost(graphs, group, lacking)) | run.left_out
         if lacking == wanted:
             _say_why_none(server, left_out.values())
         present = filter(None, map(group.current, wanted))
         return PrewarmReport(
-            {mode: tuple(size for size in missing if size not in lacking)},
-            {(mode, size): why for size, (why, _) in left_out.items()},
+            route.table.mode,
+            tuple(size for size in missing if size not in lacking),
+            {size: why for size, (why, _) in left_out.items()},
             time.perf_counter() - run.started,
             memory_of(graphs.cache, [graphs]).total,
-            {(mode, size): reason for size, (_, reason) in left_out.items() if reason is not None},
+            {size: reason for size, (_, reason) in left_out.items() if reason is not None},
             next((detail or reason.text for reason, detail in group.against_padding(present)), ""),
         )
 
@@ -183,13 +168,13 @@ class _Prewarm:
     def __init__(
         self,
         server: Server,
-        max_seconds: float | None = None,
-        progress: Callable[[int, int, float], object] | None = None,
+        max_seconds: float | None,
+        progress: Callable[[int, int, float], object] | None,
     ) -> None:
         self._server, self._max_seconds, self._progress = server, max_seconds, progress
         self.total = 0
         """How many sizes are to be captured, for those who watch the progress."""
-        self._done, self._first_s = 0, 0.0
+        self._done = 0
         self.left_out: dict[int, tuple[str, Reason | None]] = {}
         """Why sizes have no graph, in words and, unless there was no time, by its reason."""
         self.started = time.perf_counter()
@@ -208,22 +193,17 @@ class _Prewarm:
                 self._note_done()
 
     def _note_done(self) -> None:
-        """Say that one more size is done, and how long the others may take: each as long as those behind the first one,
-        whose run shows more."""
+        """Say that one more size is done, and how long the others may take: each as long as those so far."""
         self._done += 1
-        taken_s, left = time.perf_counter() - self.started, self.total - self._done
-        if self._done == 1:
-            self._first_s = each_s = taken_s
-            if self.total > _MANY:
-                _log.warning(
-                    "%s: prewarm captures %d graphs, one for each combination of sizes; the first took %.2f s, so that "
-                    "all may take %.0f s. Give fewer sizes, as Dim('seq', [64, 256]) in dynamic= or (8, 64) in sizes=",
-                    *(callable_name(self._server.fn), self.total, taken_s, self.total * taken_s),
-                )
-        else:
-            each_s = (taken_s - self._first_s) / (self._done - 1)
+        each_s = (time.perf_counter() - self.started) / self._done
+        if self._done == 1 and self.total > _MANY:
+            _log.warning(
+                "%s: prewarm captures %d graphs, one for each combination of sizes; the first took %.2f s, so that all "
+                "may take %.0f s. Give fewer sizes, as Dim('seq', [64, 256]) in dynamic= or (8, 64) in sizes=",
+                *(callable_name(self._server.fn), self.total, each_s, self.total * each_s),
+            )
         if self._progress is not None:
-            self._progress(self._done, self.total, each_s * left)
+            self._progress(self._done, self.total, each_s * (self.total - self._done))
 
     def make_sure(self, group: GraphGroup, leaves: Sequence[Any], sizes: Iterable[int]) -> None:
         """Find out whether graphs serve the smallest batches that are padded to them faster than eager would."""
@@ -354,16 +334,15 @@ def refuse_too_many(cache: GraphCache, wanted: Collection[Any]) -> None:
 
 def _example(
     server: Server, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[GraphGroup, Sequence[Any], int]:
+) -> tuple[GraphGroup, Sequence[Any]]:
     found = server.graphs.find(route, args, kwargs)
     if isinstance(found, Refusal):
         why = Decision.eager(found.reason, detail=found.detail)
         raise ConfigError(f"prewarm cannot capture from this example: {why.explain()}")
-    group, _, rows = found
+    group, leaves, rows = found
     if not all(lengths_of(group.inputs.axes, rows)):
         raise ConfigError(f"prewarm cannot capture from this example: {group.decide(rows).explain()}")
-    server.graphs.give_way(group)  # it shall not wait, since its example may be kept for later captures
-    return found
+    return group, leaves
 
 
 def capture_example(
