@@ -19,7 +19,7 @@ from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_intern
 from torch._inductor.utils import fresh_cache
 
 from graphdispatch.native import tape
-from graphdispatch.proof.check import pipeline
+from graphdispatch.proof.check import attempt, pipeline
 
 LONGEST_ID = 60
 FOUND = Path(__file__).resolve().parents[1] / "build" / "fuzz"
@@ -128,7 +128,8 @@ def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
         run()
         return 0.0
 
-    monkeypatch.setattr(pipeline, "seconds_of", seconds)
+    for step in (pipeline, attempt):
+        monkeypatch.setattr(step, "seconds_of", seconds)
 
 
 @pytest.fixture(autouse=True)

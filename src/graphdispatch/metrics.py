@@ -58,7 +58,7 @@ METRICS = (
     Metric("bytes", "Bytes that graphs hold now, by kind.", "to_dict", _by_kind, ("kind",), False),
 )
 """All of them. A front end that does not count one has no samples of it, nor one whose calls arrive padded of rows."""
-_OF_ROWS = ("real_rows", "padding_rows")
+_OF_ROWS = [one.name for one in fields(HitCounts) if one.metadata["of_rows"]]
 
 
 class _Metrics:

@@ -76,11 +76,12 @@ class _Counted(Unlocked):
 @dataclass(slots=True, kw_only=True, eq=False)
 class HitCounts:
     """What a hit adds to counters. Each field is a counter of ``CUDAGraphStats`` and a metric with its meaning, and the
-    core counts it, too. ``ReplayPlan`` gives its value."""
+    core counts it, too. ``ReplayPlan`` gives its value; a call in parts adds up those of its parts. One ``of_rows``
+    says nothing where calls arrive padded."""
 
-    hits: int = field(metadata={"meaning": "Calls that a graph served."})
-    real_rows: int = field(metadata={"meaning": "Rows of hits before padding."})
-    padding_rows: int = field(metadata={"meaning": "Padding rows that graphs computed in hits."})
+    hits: int = field(metadata={"meaning": "Calls that a graph served.", "of_rows": False})
+    real_rows: int = field(metadata={"meaning": "Rows of hits before padding.", "of_rows": True})
+    padding_rows: int = field(metadata={"meaning": "Padding rows that graphs computed in hits.", "of_rows": True})
 
 
 COUNTED_BY_HITS = tuple(one.name for one in fields(HitCounts))

@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,18 @@ def test_parts_wait_for_the_comparison_of_their_graph() -> None:
     step = make(model_of(nn.GELU()), dynamic={"input": 0})
     step(torch.randn(4, 3))
     assert "not in parts: its graph of 4 was not compared for 4 rows yet" in step.explain(torch.randn(8, 3))
+
+
+def test_graphs_of_parts_are_compared_again() -> None:
+    """Though no other calls come: after ``verify_every`` replays, before they serve parts. One that differs ends."""
+    layer, hidden = nn.Linear(3, 3), np.zeros(1)
+    options = gd.CUDAGraphOptions(verify_every=4, guard_weights=False)
+    step = served(lambda x: layer(x) + float(hidden[0]), options=options)
+    assert check(step, *[20] * 9) == [Reason.IN_PARTS] * 9
+    hidden[0] = 1.0
+    answers = [step(torch.zeros(20, 3)) for _ in range(4)]
+    assert 0 < sum(not torch.allclose(answer, layer.bias + 1) for answer in answers) <= 2
+    assert [entry.size for entry in step.entries] == [4]
 
 
 def test_nested_outputs_are_put_together_along_their_rows() -> None:

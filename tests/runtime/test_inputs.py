@@ -184,7 +184,7 @@ def test_each_rule_is_tried_and_documented() -> None:
     assert {*re.findall(r"^\| `gd\.Pad\.(\w+)\(", page, re.M)} == rules, "in the page"
 
 
-@pytest.mark.parametrize("rule", [RULES[name][0] for name in ("zero", "value", "repeat_last", "leave")], ids=repr)
+@pytest.mark.parametrize("rule", [RULES[name][0] for name in sorted(Pad.rules.keys() - {"function"})], ids=repr)
 def test_a_rule_is_a_value(rule: Pad) -> None:
     """It prints as the call that makes it, and a copy or a pickle is equal to it, and to no other one."""
     assert eval(repr(rule), {"Pad": Pad}) == rule

@@ -97,13 +97,14 @@ def test_what_an_expanded_argument_gives_lies_in_memory_as_eagers(first: tuple[i
 
 def test_each_property_is_compared() -> None:
     """What each call compares of a tensor differs in one of the cases above, or here; the core and Python see it."""
+    assert all(one.in_core for one in PROPERTIES), "has_form of native/core/signature.cpp must compare each"
     step = serving(drawn(4, 3))
     signature, like = step._route.groups[0].signature, torch.randn(4, 3)
     others = [make() for make in (*OTHERS.values(), drawn(4, 3, device="meta"))]
     for name, read, *_ in PROPERTIES:
         assert read(torch.randn(4, 3)) == read(like), f"{name} differs each time"
         differ = [other for other in others if read(other) != read(like)]
-        assert differ, name
+        assert differ, f"OTHERS has no tensor with another {name}"
         for way in filter(None, (signature, signature.native)):
             assert way.match([like]) == 4
             assert {way.match([other]) for other in differ} == {NO_MATCH}, name

@@ -84,7 +84,7 @@ def graphed(
             by its path, ``"batch['ids']"``; ``{}`` is for a callable that works on what it holds. Several dimensions
             have names, ``{"ids": {0: "batch", 1: Dim("seq", [32, 64])}}``, and each name is one length in a call.
         pad: The rule for padding rows of an argument: a ``Pad``, a number, the name of a rule without arguments
-            (``"zero"``, the default, or ``"repeat_last"``), or a function ``(padding, real)``.
+            (``"zero"``, the default, ``"repeat_last"`` or ``"leave"``), or a function ``(padding, real)``.
         static: Names of tensors whose address never changes, and of objects that are the same each time.
         max_size: The largest batch that a graph serves, in rows. None: the largest of ``sizes``, or 256.
         sizes: The sizes to capture, a name (``"vllm"``), a plan, or the path of a saved plan. With several dimensions,

@@ -166,17 +166,17 @@ class CUDAGraphEntry(NotCopied):
         self.state = EntryState.FAILED
 
     def schedule_check(self, *, rests: bool = False) -> None:
-        """Have a batch compared with eager after ``verify_every`` further replays, or none while it ``rests``.
+        """Have a batch compared with eager after as many further replays as the licence says, or none while it
+        ``rests``.
 
         Args:
             rests: Whether no comparison is allowed now.
         """
-        is_wanted = self.verify_every is not None and not rests
-        self.verify_at = self.replay_count + (self.verify_every or 0) if is_wanted else math.inf
+        self.verify_at = math.inf if rests else self.replay_count + self.licence.compare_after(self)
 
     @property
     def is_due_again(self) -> bool:
-        """Whether ``verify_every`` wants the next batch compared."""
+        """Whether the licence wants the next batch compared, after so many replays."""
         return self.replay_count >= self.verify_at
 
     def note_gain(self, gain: Gain) -> None:

@@ -307,7 +307,7 @@ class GraphGroup:
             parts = find_parts(self, decision.rows, self.latest)
             if isinstance(parts, str):
                 return None
-            return Hit(parts.entry, parts, parts.decision, parts.entry.guard, parts.may_serve)
+            return Hit(parts.entry, parts, parts.decision, parts.entry.guard, parts.may_hit)
         entries = () if decision.is_eager else self.entries.get(decision.size, ())
         if not entries or not entries[0].licence.may_hit(entries[0], decision.rows):
             return None

@@ -7,7 +7,7 @@ speaks for the whole batch, too, and where the graphs write nothing: then each r
 without rows depend on none, and are the same in all parts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -78,11 +78,19 @@ class Parts:
         return f"in parts of {', '.join(str(self._axis.of(part.rows)) for part in self.parts)}"
 
     def may_serve(self, values: Sequence[Any]) -> bool:
-        """What a hit looks at in each call, besides the guard and the modes of its first graph."""
+        """What is looked at in each call, besides the guard and the modes of its first graph."""
         for guard in self._guards:
             if not guard.holds() or (torch.is_grad_enabled() and guard.trainable):
                 return False
-        return all(check(values) for check in self._checks) and not any(part.entry.is_due_again for part in self.parts)
+        return all(check(values) for check in self._checks)
+
+    def may_hit(self, values: Sequence[Any]) -> bool:
+        """The same of a hit, before which nothing is compared."""
+        return not any(part.entry.is_due_again for part in self.parts) and self.may_serve(values)
+
+    def due(self, values: Sequence[Any]) -> Iterator[tuple[Part, Sequence[Any]]]:
+        """The parts whose graphs are to be compared with eager again, with their values."""
+        return ((part, self._cut(values, part)) for part in self.parts if part.entry.is_due_again)
 
     def clash(self, values: Sequence[Any]) -> None:
         """As of ``ReplayPlan``: nothing, since the graphs write nothing of others."""

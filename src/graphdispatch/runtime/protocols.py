@@ -9,6 +9,7 @@ changes, and every batch is served. ``record.py`` has a capturer for them. ``pro
 that nobody vouches for.
 """
 
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -87,8 +88,8 @@ class Licence:
     """Which batches a graph may serve, by what was shown of it: the one place for a policy of verification, which is a
     subclass.
 
-    By itself it serves every batch, padded or not. After a replay that failed, and where ``verify_every`` wants it, the
-    next call is for the capturer to look at, unless somebody else captured the graph.
+    By itself it serves every batch, padded or not. After a replay that failed, and after as many as ``compare_after``
+    says, the next call is for the capturer to look at, unless somebody else captured the graph.
 
     Called with the server's lock held; ``may_hit`` and ``per_call`` without it. Only ``agreed``, and what ``per_call``
     gives, may change anything.
@@ -99,6 +100,11 @@ class Licence:
         if it must be compared with eager before, else why it runs eagerly."""
         is_due = entry.state is EntryState.FAILED or entry.is_due_again
         return (Reason.VERIFIED_NOW if is_due and entry.call is not None else None), ""
+
+    def compare_after(self, entry: "CUDAGraphEntry") -> float:
+        """After how many more replays a batch is compared with eager again; infinite: never. The runtime counts them,
+        in parts, too, and while the graphs are frozen none is compared."""
+        return entry.verify_every or math.inf
 
     def agreed(self, entry: "CUDAGraphEntry", values: Sequence[Any] | None = None) -> None:
         """Note that a graph agreed with eager on another batch, with these values; None: on as many as are wanted."""

@@ -69,7 +69,8 @@ class Pad(ABC):
         """What fills ``padding`` from what ``real`` holds at the time of each call.
 
         Args:
-            padding: The view of the padding rows.
+            padding: The view of the padding rows, of the argument's dtype, be it integers or bool. What raises for it
+                leaves such calls eager.
             real: The view of the real rows, of the same buffer; at least one row.
             dim: The dimension along which the buffer is cut.
 

@@ -342,6 +342,10 @@ class Server:
             found = self.graphs.budget.pay(partial(self.graphs.compare_on_made, *batch), Work.COMPARISON)
             if found is not None:
                 return False, choice.not_served(found.reason, found.detail)
+        for part, values in choice.parts.due(choice.leaves) if choice.parts is not None else ():
+            compare = partial(self.graphs.difference_on, group, values, part.rows, part.entry)
+            if (found := self.graphs.budget.pay(compare, Work.COMPARISON)) is not None:
+                return False, choice.not_served(found.reason, found.detail)
         try:
             if choice.parts is not None:
                 answer = choice.parts.run(choice.leaves, self.stats)

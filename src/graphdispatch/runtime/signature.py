@@ -132,9 +132,10 @@ class Property(NamedTuple):
     """What a tensor has; it is compared by ``==``."""
     give: Callable[[torch.Tensor, Any], torch.Tensor] | None = None
     """What gives it to a new tensor that stands in for an argument: to the memory that graphs read, of which the inputs
-    of all sizes are views, and to batches that are made of an example. None: they have it by themselves."""
+    of all sizes are views, and to batches that are made of an example. It must outlive ``as_strided`` and ``detach``,
+    and take ``copy_`` in any mode. None: they have it by themselves, or a call that has it is refused."""
     in_core: bool = False
-    """Whether ``has_form`` of ``native/core/signature.cpp`` compares it. Where it does not, Python matches calls."""
+    """Whether ``has_form`` of ``native/core/signature.cpp`` compares it. Where one is not, Python matches all calls."""
 
 
 PROPERTIES = [

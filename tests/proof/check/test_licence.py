@@ -13,7 +13,7 @@ from graphdispatch.errors import ConfigError
 from graphdispatch.modes import EntryState
 from graphdispatch.proof.check.licence import RowProof, Verification
 from graphdispatch.runtime.entry import CUDAGraphEntry
-from graphdispatch.runtime.protocols import MOST_ALIKE, Licence, PerCall
+from graphdispatch.runtime.protocols import MOST_ALIKE, Licence
 from graphdispatch.sizes import ROWS, axes_of, pack
 from graphdispatch.testing import MockCUDAGraph
 
@@ -159,48 +159,34 @@ def test_a_policy_says_how_many_batches_must_agree() -> None:
     assert step.entries[0].state is EntryState.VERIFIED
 
 
-class EveryThirdPadded(Verification, name="every third padded"):
-    """A policy of its own: every third padded replay is compared, and no batch but that of the capture."""
+class EveryThird(Verification, name="every third"):
+    """A policy of its own: every third call of a size is compared, and no batch but that of the capture."""
 
     wanted = 1
-    padded = 0
 
-    def wants_look(self, rows: int) -> bool:
-        """Never."""
-        return False
-
-    def verdict(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> tuple[Reason | None, str]:
-        """A padded batch after two others is compared."""
-        return (Reason.VERIFIED_NOW, "") if rows < self.size and self.padded >= 3 else (None, "")
-
-    def agreed(self, entry: CUDAGraphEntry, values: Sequence[Any] | None = None) -> None:
-        """The count begins anew."""
-        self.padded = 0
-        super().agreed(entry, values)
-
-    def per_call(self, entry: CUDAGraphEntry, rows: int) -> PerCall | None:
-        """Padded replays are counted."""
-        return self.count if rows < self.size else None
-
-    def count(self, values: Sequence[Any]) -> bool:
-        """Whether two at most came since the latest comparison."""
-        self.padded += 1
-        return self.padded < 3
+    def compare_after(self, entry: CUDAGraphEntry) -> float:
+        """Two others lie between."""
+        return 2
 
 
-def test_a_policy_may_count_replays() -> None:
-    """Its own count decides, whoever asks for an explanation meanwhile."""
-    options = CUDAGraphOptions(capture_after=1, verify="every third padded")
+def test_a_policy_may_compare_again_and_again() -> None:
+    """Whoever looks for an explanation meanwhile; and not while the graphs are frozen."""
+    options = CUDAGraphOptions(capture_after=1, verify="every third")
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=[SIZE], options=options)
-    decisions = []
-    for rows in (SIZE, SIZE, 3, 3, SIZE, 1, SIZE, 3, 2, 3, 3):
-        x = torch.randn(rows, 2)
-        step.explain(x)
-        assert torch.equal(step(x), x * 2)
-        decisions.append(step.last_decision.reason)
-    padded = [Reason.PADDED, Reason.PADDED, Reason.VERIFIED_NOW]
-    full = Reason.EXACT
-    assert decisions == [Reason.CAPTURED_NOW, full, *padded[:2], full, padded[2], full, *padded, Reason.PADDED]
+    step.prewarm(torch.randn(SIZE, 2))
+
+    def compared(calls: int) -> list[bool]:
+        found = []
+        for _ in range(calls):
+            step.explain(torch.randn(3, 2))
+            found += [reason is Reason.VERIFIED_NOW for reason in check_rows(step, 3, width=2)]
+        return found
+
+    assert sum(compared(9)) == 3
+    step.freeze()
+    assert not any(compared(9))
+    step.unfreeze()
+    assert sum(compared(9)) == 3
 
 
 def test_a_verified_graph_keeps_no_batch() -> None:

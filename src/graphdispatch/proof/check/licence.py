@@ -215,8 +215,8 @@ class Verification(Licence):
     one; one after a replay that failed; and one in every ``verify_every``.
 
     A policy of your own is a subclass with a ``name``, by which ``CUDAGraphOptions(verify="...")`` chooses it. There is
-    one object for each graph. ``explain`` asks for a ``verdict``, too, so that a policy that counts does so in what
-    ``per_call`` gives, and begins anew in ``agreed``.
+    one object for each graph. ``explain`` looks at a ``verdict`` and at what ``per_call`` gives, too, so that these
+    count nothing: ``compare_after`` says how many replays lie between two comparisons.
     """
 
     policies: ClassVar[dict[bool | str, type["Verification"]]] = {}
@@ -355,7 +355,7 @@ class Verification(Licence):
         if not proof.has_path(rows, self.traced):
             return "no run speaks for so many rows"
         may_pad = proof.objection(part, self.size) is None and not proof.is_new_padding(part, self.size)
-        if entry.state is not EntryState.VERIFIED or not may_pad or entry.is_due_again:
+        if entry.state is not EntryState.VERIFIED or not may_pad:
             return f"its graph of {self.size} was not compared for {part} rows yet"
         return ""
 
