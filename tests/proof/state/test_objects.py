@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from graphdispatch.proof.state import objects
-from graphdispatch.proof.state.tolerant import Results, Untrained, matters
+from graphdispatch.proof.state.guards import StateGuard
+from graphdispatch.proof.state.reads import Results
 from graphdispatch.proof.state.walk import StateWalk
 from graphdispatch.runtime.attributes import content
 
@@ -95,29 +96,39 @@ WEIGHT = nn.Parameter(torch.ones(1))
 VALUES: list[tuple[Any, bool]] = [
     (WEIGHT, True),
     (nn.ReLU(), True),
-    ({"a": [(WEIGHT,)]}, True),
-    ([[[[WEIGHT]]]], False),  # too deep
-    ([torch.ones(1), 1], False),
-    (torch.ones(1), False),
+    ([[[[WEIGHT]]]], True),
+    (Box(k=WEIGHT), True),
+    ([], True),
     ("text", False),
+    (2.5, False),
 ]
+PLACES: dict[str, Callable[[Any, Any], Any]] = {
+    "attribute": lambda held, value: setattr(held, "k", value),
+    "entry": lambda held, value: held.many.append(value),
+    "first entry": lambda held, value: held.none.update(key=value),
+}
 
 
-@pytest.mark.parametrize(("value", "trains"), VALUES, ids=str)
-def test_what_may_train_is_no_change_that_tells_nothing(value: Any, trains: bool) -> None:
-    """A module or a tensor with a gradient, or a container of such. Of other objects nobody knows; what was there may
-    go and come again."""
-    assert matters(value) is trains
-    first, second = Box(), torch.ones(1)
-    held: list[Any] = [first]
-    is_untrained = Untrained(lambda: list(held))
-    for now in ([first], [], [first, value]):
-        held[:] = now
-        assert is_untrained() is not (trains and len(now) == 2)
-    held[:] = [first, second]
-    assert [is_untrained(), is_untrained()] == [True, True]
-    held[:] = [first, Box()]
-    assert not is_untrained()
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("value", "is_noticed"), VALUES, ids=str)
+def test_what_may_train_in_the_place_of_a_constant_is_noticed(place: str, value: Any, is_noticed: bool) -> None:
+    """By a guard of what is reached; further constants tell nothing."""
+    held = Box(k=None, many=[1, 2], none={}, layer=nn.ReLU())
+    guard = StateGuard([held], by_names=True)
+    assert guard.holds()
+    PLACES[place](held, value)
+    assert guard.holds() is not is_noticed
+
+
+def test_another_module_in_the_place_of_one_is_noticed() -> None:
+    """So is another tensor."""
+    held = Box(layer=nn.ReLU(), weight=torch.ones(1))
+    for value in (nn.ReLU(), torch.ones(1)):
+        for name in vars(held):
+            guard = StateGuard([held], by_names=True)
+            assert guard.holds()
+            setattr(held, name, value)
+            assert not guard.holds()
 
 
 def test_further_results_of_a_cache_tell_nothing() -> None:

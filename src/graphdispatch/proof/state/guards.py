@@ -28,8 +28,7 @@ from ...runtime.flatten import describe
 from ...runtime.protocols import Guard
 from . import objects
 from .objects import ABSENT, equal_content, same_objects
-from .reads import CodeNotes, Reader, StateReads, has_memory
-from .tolerant import Results
+from .reads import CodeNotes, Reader, Results, StateReads, has_memory
 
 _SETTINGS: tuple[Callable[[], Any], ...] = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
 """Settings of the process that operators read when they are called, and that a graph freezes."""
@@ -39,7 +38,6 @@ _MOST_WAITED = 4096
 _GONE = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 """What reading raises where something was deleted meanwhile."""
 _training = attrgetter("training")
-_table = attrgetter("__dict__")
 _FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (
     *(type, torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype")),
     *(torch.Tensor.is_conj, torch.Tensor.is_neg),
@@ -100,9 +98,8 @@ class StateGuard:
         self._watched = (*reads.contents, *filter(None, self._hooks))
         self._named = [*_DEVICE, *reads.attributes]
         self._fixed = reads.fixed
-        self._homes = tuple(filter(_has_own_table, reads.objects))
-        others = (one for one in reads.objects if not _has_own_table(one) and attribute_table(one) is not None)
-        tables = (Reader(partial(attribute_table, one), "__dict__", one) for one in others)
+        homes = (one for one in reads.objects if attribute_table(one) is not None)
+        tables = (Reader(partial(attribute_table, one), "__dict__", one) for one in homes)
         self._readers = [*map(Reader, _SETTINGS), *tables, *reads.readers]
         self._calls = [reader.call for reader in self._readers]
         with torch._C.DisableTorchFunction():
@@ -166,7 +163,7 @@ class StateGuard:
             now.append(tuple(map(table.__getitem__, names)))
         for one in self._watched:
             now.append((*one, *one.values()) if type(one) is dict else tuple(content(one)))
-        return [*now, tuple(map(call, self._calls)), tuple(map(type, self._objects)), tuple(map(_table, self._homes))]
+        return [*now, tuple(map(call, self._calls)), tuple(map(type, self._objects))]
 
     def _places(self) -> tuple[list[int], list[list[Any]]]:
         """Where the tensors that runs used lie now, and the shapes, strides and dtypes of all, and which are lazy."""
@@ -195,7 +192,7 @@ class StateGuard:
 
         new = object.__new__(StateGuard)
         vars(new).update(vars(self), is_broken=False)
-        for name in ("_watched", "_homes", "_objects", "_tables"):
+        for name in ("_watched", "_objects", "_tables"):
             setattr(new, name, follow(getattr(self, name)))
         new._held = list(map(follow, held))
         new._named = [(moved.get(id(table), table), names) for table, names in self._named]
@@ -303,7 +300,7 @@ def compile_guard(guard: StateGuard) -> Any:
     if GUARD is None or any(number >= latest for table in guard._hooks for number in table):
         return None
     addresses = chain(guard._addresses, repeat(None))  # of a tensor that no run used, the extent alone counts
-    *groups, read, types_held, homes = guard._held
+    *groups, read, types_held = guard._held
     kinds, *extents = guard._forms[:3]
     try:
         tables = _tables(guard, groups)
@@ -318,7 +315,6 @@ def compile_guard(guard: StateGuard) -> Any:
             sequences=sequences,
             readers=(
                 *(("__class__", value, None, held) for value, held in zip(guard._objects, types_held, strict=True)),
-                *(("__dict__", value, None, _raw(held)) for value, held in zip(guard._homes, homes, strict=True)),
                 *(reader.expecting(held) for reader, held in zip(guard._readers, read, strict=True)),
             ),
             tensors=tuple(zip(guard.tensors, kinds, addresses, guard._loose, *extents, strict=False)),
@@ -364,15 +360,6 @@ def _tables(guard: StateGuard, held: Iterable[Any]) -> tuple[tuple[Any, ...], ..
         raw = _raw(table)
         found.setdefault(id(raw), [raw, None, ()]).extend(chain(*zip(names, values, strict=True)))
     return tuple((table, keys, tuple(entries), none) for table, keys, none, *entries in found.values())
-
-
-def _has_own_table(value: Any) -> bool:
-    """Whether an object's ``__dict__`` is where its attributes are, and the object's own to tell."""
-    kind = type(value)
-    tables = [vars(base) for base in kind.__mro__[:-1]]
-    descriptors = [table["__dict__"] for table in tables if "__dict__" in table]
-    is_plain = all(type(each) is types.GetSetDescriptorType for each in descriptors)
-    return kind.__dictoffset__ != 0 and is_plain and not any("__getattribute__" in table for table in tables)
 
 
 def _shown(value: Any) -> str:

@@ -20,7 +20,7 @@ import types
 import weakref
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import _GeneratorContextManagerBase
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
@@ -535,15 +535,15 @@ def setting_names(module: types.ModuleType) -> list[str]:
 
 def _is_setting(held: Any, package: str) -> bool:
     if type(held) in (list, tuple, dict, set, frozenset):
-        return holds_constants(held)
+        return are_constant(content(held))
     if issubclass(type(held), types.ModuleType):
         return str(held.__name__).partition(".")[0] == package
     return type(held) in _CONSTANT_TYPES or issubclass(type(held), torch.Tensor)
 
 
-def holds_constants(container: Any) -> bool:
-    """Whether all that a container holds is constant."""
-    return _CONSTANT_TYPES.issuperset(map(type, content(container)))
+def are_constant(values: Iterable[Any]) -> bool:
+    """Whether all values are constants."""
+    return _CONSTANT_TYPES.issuperset(map(type, values))
 
 
 def is_module_table(table: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial, partialmethod
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,6 @@ from ..watch.bytecode import code_reads, original_of
 from . import objects, snapshot
 from .objects import holds_modules, is_library_code
 from .snapshot import MEMBERS, Accessor, form_of, save_random
-from .tolerant import Results, Untrained, matters
 from .traversal import Edges, Traversal
 
 
@@ -229,6 +228,29 @@ _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.ran
 """Names by which code reads the state of a generator, and does not change it."""
 
 
+class Results:
+    """Tells whether a ``functools.lru_cache`` holds all that it held when this was made; it may hold more.
+
+    While its own table has the same keys and values, nothing else is looked at.
+    """
+
+    __slots__ = ("_kept", "_latest", "_table")
+
+    def __init__(self, cache: Any) -> None:
+        self._table = objects.results_of(cache)
+        self._kept = self._latest = content(self._table)
+
+    def __call__(self) -> bool:
+        """Whether it holds all that it held."""
+        now, latest = content(self._table), self._latest
+        if len(now) == len(latest) and all(map(is_, now, latest)):
+            return True
+        if not set(map(id, self._kept)).issubset(map(id, now)):
+            return False
+        self._latest = now  # objects that are held, so that none can get the address of another
+        return True
+
+
 class StateReads(Traversal):
     """What the code in ``trace`` reads of what the ``roots`` and the traced variables reach.
 
@@ -266,9 +288,9 @@ class StateReads(Traversal):
         self._differentiates = id(DIFFERENTIATES) in notes.codes
         self._hook_names = _HOOKS + _BACKWARD_HOOKS * self._differentiates
         self._passed_over = _MODULE_ATTRIBUTES.union(() if self._differentiates else _BACKWARD_HOOKS)
-        self._others: list[tuple[Mapping[str, Any], list[str]]] = []
-        """Tables, and the names of what nobody could train there yet."""
-        self._other_contents: list[Iterable[Any]] = []
+        self._constants: list[tuple[Mapping[str, Any], list[str]]] = []
+        """Without a trace: tables, and the names of constants there, of which it counts only that they are constant."""
+        self._of_constants: list[Iterable[Any]] = []
         """Containers of such."""
         hooks = (hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())
         self._follow(self._fixed_in(None, [("", one) for one in (*roots, *hooks)], None))
@@ -279,7 +301,7 @@ class StateReads(Traversal):
         self.missing = notes.optional - _TENSOR_ATTRIBUTES
         self._compare_process()
         if by_names:
-            self.readers.append(Reader(Untrained(self._read_others)))
+            self.readers.append(Reader(self._are_constant))
 
     def _compare_process(self) -> None:
         """What no object holds: if code looks whether modules are loaded whose names attributes hold, those of all that
@@ -327,17 +349,13 @@ class StateReads(Traversal):
             pending = set().union(*map(objects.names_in, codes)) - found
 
     def _watch_named(self, table: Mapping[str, Any], names: Collection[str]) -> list[Any]:
-        """What a table has under these names; it is noticed if something comes to be there that may train."""
-        present = [name for name in table if name in names]
-        if present:
-            self._others.append((table, present))
-            self.tables.append(table)
-        return [table[name] for name in present]
+        """What a table has under these names, which is compared."""
+        return [one for _, one in self._compare(table, names)] if any(name in table for name in names) else []
 
-    def _read_others(self) -> list[Any]:
-        """What nobody could train yet."""
-        named = [table[name] for table, names in self._others for name in names]
-        return [*named, *(one for container in self._other_contents for one in content(container))]
+    def _are_constant(self) -> bool:
+        """Whether all constants still are: nothing came in their place that may train."""
+        named = (table[name] for table, names in self._constants for name in names)
+        return objects.are_constant(named) and all(objects.are_constant(content(one)) for one in self._of_constants)
 
     def _fixed_in(self, home: Any, held: list[tuple[str, Any]], path: Any) -> Edges:
         self.fixed += ((home, one) for _, one in held if self._kinds[type(one)].role == "instance")
@@ -394,8 +412,9 @@ class StateReads(Traversal):
                 yield "", read()
 
     def _read_entries(self, container: Any) -> Edges:
-        (self.contents if self._is_traced or matters(container) else self._other_contents).append(container)
-        return () if objects.holds_constants(container) else [("", one) for one in content(container)]
+        is_constant = objects.are_constant(content(container))
+        (self.contents if self._is_traced or not is_constant else self._of_constants).append(container)
+        return () if is_constant else [("", one) for one in content(container)]
 
     def _variables_of(self, table: dict[str, Any]) -> Edges:
         own = (name for name in table if not f"{name}".startswith("__"))
@@ -528,6 +547,8 @@ class StateReads(Traversal):
     def _named(self, kind: type, own: Iterable[str]) -> frozenset[str]:
         """The names to compare of an object of a class: those of the user's code, where libraries wrote some of the
         class of their code, too; all its ``own``, if code reads them under names that do not stand in it."""
+        if not self._is_traced:
+            return frozenset(own)
         if kind not in self._names_of:
             self._names_of[kind] = self._names_for(kind)
         names = self._names_of[kind]
@@ -543,17 +564,16 @@ class StateReads(Traversal):
         return self._library_names if is_library else self._names
 
     def _compare(self, table: Mapping[str, Any], names: Iterable[str], *, is_library: bool = False) -> Edges:
-        """Compare the attributes in ``table`` under ``names``; without a trace, those that hold modules or tensors, and
-        whether others come to, unless they are those of a library's module. Those to follow."""
+        """Compare the attributes in ``table`` under ``names``; without a trace, those that are no constants, and of the
+        others whether they become such, but for those of a library's module. Those to follow."""
         self.tables.append(table)
-        if self._is_traced:
-            named = names if isinstance(names, frozenset) else frozenset(names)
-            kept = chosen = [n for n in table if n in named and n not in self._passed_over]
-        else:
-            kept = [n for n in table if n not in self._passed_over]
-            chosen = [n for n in kept if n in TABLES or matters(table[n])]
+        named = names if isinstance(names, frozenset) else frozenset(names)
+        kept = chosen = [n for n in table if n in named and n not in self._passed_over]
+        if not self._is_traced:
+            constant = [n for n in kept if n not in TABLES and objects.are_constant([table[n]])]
+            chosen = [n for n in kept if n not in constant]
             if not is_library:
-                self._others.append((table, [n for n in kept if n not in chosen]))
+                self._constants.append((table, constant))
         if chosen:
             self.attributes.append((table, chosen))
         return [(n, table[n]) for n in kept if n not in TABLES]

@@ -89,7 +89,7 @@ class StateWalk(Traversal):
                     self.visit(value, ((), f"{where}.{name}"))
 
     def beyond(self, roots: Iterable[tuple[str, Any]]) -> "StateWalk | None":
-        """A walk over what these objects reach, by name, and this walk has not met; None if none of it can change.
+        """A walk over what these objects reach, by name, and this walk has not met; None if there is nothing.
         Tensors count for their memory alone, and those among the roots themselves not at all."""
         walk = _WalkOfMade()
         # Settings of the process and hooks are this walk's.
@@ -97,17 +97,7 @@ class StateWalk(Traversal):
         for name, root in roots:
             if not issubclass(type(root), torch.Tensor):
                 walk.visit(root, ((), name))
-        return (
-            walk
-            if walk._saved
-            or walk._functions
-            or walk._empty
-            or walk._generators
-            or walk.has_opaque
-            or walk.overflow
-            or walk.tensors
-            else None
-        )
+        return walk if len(walk._seen) > len(self._seen) or walk.overflow else None
 
     def change(self) -> str | None:
         """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
