@@ -21,7 +21,6 @@ __all__ = [
     "FallbackError",
     "GraphDispatchError",
     "GuardError",
-    "IntegrityError",
     "ReplayError",
     "StaleOutputError",
     "VerificationError",
@@ -108,10 +107,6 @@ class CopyError(GraphDispatchError, TypeError):
 
 class ConsensusError(GraphDispatchError, RuntimeError):
     """The ranks did not agree: one did not vote within the timeout, or ended."""
-
-
-class IntegrityError(GraphDispatchError, AssertionError):
-    """A cache's own figures disagree with its content. This is a defect of this library."""
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
