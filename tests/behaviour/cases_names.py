@@ -9,7 +9,6 @@ import inspect
 import io
 import json
 import logging
-import operator
 import pickle
 import string
 from collections.abc import Callable
@@ -92,16 +91,12 @@ Get = Callable[[], float]
 HELD: dict[str, Callable[[Any], Get]] = {
     "in a logger": lambda held: (lambda box: lambda: box.get(held, KEY))(logger_with(getattr)),
     "in a local name": lambda held: lambda: two_at_once(held),
-    "of the module": lambda held: lambda: builtins.getattr(held, KEY),
     "by its name": lambda held: lambda: getattr(builtins, "getattr")(held, KEY),  # noqa: B009
-    "mapped": lambda held: lambda: next(map(getattr, [held], [KEY])),
     "reduced": lambda held: lambda: functools.reduce(getattr, [KEY], held),
     "its table by a constant": lambda held: lambda: getattr(held, "__dict__")[KEY],  # noqa: B009
     "its method by a constant": lambda held: lambda: getattr(held, "__getattribute__")(KEY),  # noqa: B009
     "reduced by a constant": lambda held: lambda: methodcaller("__reduce_ex__", 2)(held)[2][KEY],
-    "three attributes": lambda held: lambda: operator.attrgetter("__class__", "__doc__", KEY)(held)[2],
     "a template": lambda held: lambda: float(TEMPLATE.format(held)),
-    "a mapped template": lambda held: lambda: float(next(map("{0.scale}".format, [held]))),
     "a formatter": lambda held: lambda: float(string.Formatter().format(TEMPLATE, held)),
     "statically": lambda held: lambda: inspect.getattr_static(held, KEY),
     "copied": lambda held: lambda: vars(copy.copy(held))[KEY],
@@ -110,9 +105,6 @@ HELD: dict[str, Callable[[Any], Get]] = {
 UNSEEN: dict[str, Callable[[Any], Get]] = {
     "in a default": lambda held: partial(with_default, held),
     "vars": lambda held: (lambda box: lambda: box.get(held)[KEY])(Box(get=vars)),
-    "hasattr": lambda held: (lambda box: lambda: 2.0 if box.has(held, KEY) and held.scale < 3 else 5.0)(
-        Box(has=hasattr)
-    ),
     "object's": lambda held: partial(object.__getattribute__, held, KEY),
     "the object's": lambda held: partial(held.__getattribute__, KEY),
     "its state": lambda held: (lambda get: lambda: get()[KEY])(held.__getstate__),

@@ -145,30 +145,22 @@ ROWS: dict[str, Any] = {
     "linear": lambda x: (x @ W).relu(),
     "mlp": nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(), nn.Linear(8, 2)).eval(),
     "checks": Branches(),
-    "number in a range": lambda x: x * (1 if x.shape[0] <= 64 else 2),
     "broadcast shapes": lambda x: x + torch.zeros(torch.broadcast_shapes(x.shape[:-1], (1,)))[:, None],
     "ones of n": lambda x: x * torch.ones(len(x), 1),
     "table of n rows": lambda x: x + TABLE[: x.shape[0]],
     "top-p": top_p,
     "topk": lambda x: x.topk(2, -1),
     "argmax": lambda x: x.argmax(-1),
-    "normalized": lambda x: F.normalize(x, dim=-1),
     "cosine": lambda x: F.cosine_similarity(x, V[None]),
     "quantile of each row": lambda x: x.clamp(max=torch.quantile(x.abs(), 0.9, dim=1, keepdim=True)),
     "variance": lambda x: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5),
     "spectrum": lambda x: torch.fft.rfft(x, dim=-1).abs(),
     "spectra of windows": lambda x: torch.stft(x.repeat(1, 8), 8, 4, window=torch.ones(8), return_complex=True).abs(),
-    "where": lambda x: torch.where(x > 0, x, torch.zeros(1)),
     "minimum of a constant": lambda x: torch.minimum(x, V),
     "guidance by slices": lambda x: (lambda y: y[: len(x)] - 2 * y[len(x) :])(torch.cat([x, x * 2]) @ W),
     "guidance by a split": lambda x: operator.sub(*(torch.cat([x, x * 2]) @ W).split(x.shape[0])),
-    "guidance by half the size": lambda x: (lambda y: operator.sub(*torch.split(y, len(y) // 2, dim=0)))(
-        torch.cat([x, x * 2])
-    ),
     "guidance by sizes": lambda x: operator.sub(*torch.cat([x, x * 2, -x]).split([2 * len(x), len(x)])[0].chunk(2)),
-    "guidance by chunks": lambda x: (lambda a, b: a + 2 * (b - a))(*(torch.cat([x, x]) @ W).chunk(2)),
     "guidance of three": lambda x: torch.cat([torch.cat([x, x * 2]) @ W, -x]).view(3, -1, D).sum(0),
-    "guidance of single numbers": lambda x: torch.cat([x[:, 0], x[:, 1]], -1).view(2, -1).sum(0),
     "guidance set by slices": lambda x: put(torch.cat([x, x * 2]), slice(0, len(x)), x).view(2, -1, D).sum(0),
     "guidance by repeat": lambda x: (x.repeat(2, 1) @ W).view(2, x.shape[0], D).sum(0),
     "beams": lambda x: (x.repeat_interleave(3, 0) @ W).view(x.shape[0], 3, D).amax(1),
@@ -186,9 +178,7 @@ ROWS: dict[str, Any] = {
     "columns set": columns_set,
     "columns selected": lambda x: x.index_select(1, FIXED),
     "columns copied": lambda x: x.index_copy(1, FIXED, x[:, :3]),
-    "columns filled": lambda x: x.index_fill(1, FIXED, 1.0),
     "own rows selected": lambda x: x.index_select(0, torch.arange(x.shape[0])),
-    "own rows added": lambda x: x.index_add(0, torch.arange(x.shape[0]), x),
 }
 
 
@@ -205,15 +195,11 @@ def starts_of(i: Tensor) -> Tensor:
 WITH_IDS: dict[str, Any] = {
     "one-hot": lambda x, i: x * (i[:, None] == torch.arange(D)),
     "flags of rows set": lambda x, i: put(x, x[:, 0] > 0, 1.0),
-    "flags of elements set": lambda x, i: put(x, x > 0, 1.0),
     "columns set by a list": lambda x, i: put(x, (slice(None), FIXED), 1.0),
     "one column of each row set": lambda x, i: put(x, (torch.arange(x.shape[0]), i), x[:, 0]),
-    "rows of a table": lambda x, i: TABLE.index_select(0, i),
     "a loss for each row": lambda x, i: F.cross_entropy(x, i, reduction="none"),
     "columns gathered": lambda x, i: x.gather(1, i[:, None]),
     "columns scattered": lambda x, i: x.scatter(1, i[:, None], x[:, :1]),
-    "columns scattered and added": lambda x, i: x.scatter_add(1, i[:, None], x[:, :1]),
-    "bags of as many": lambda x, i: x + F.embedding_bag(with_next(i), TABLE),
     "bags": lambda x, i: x + F.embedding_bag(with_next(i).reshape(-1), TABLE, starts_of(i)),
 }
 
@@ -236,7 +222,6 @@ def rotated(x: Tensor) -> Tensor:
 SEQUENCES: dict[str, Any] = {
     "heads": heads,
     "causal": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
-    "causal by a mask": lambda x: ((x @ x.mT) + torch.full((5, 5), -1e9).triu(1)).softmax(-1) @ x,
     "causal by a mask of its size": lambda x: (x @ x.mT).masked_fill(
         torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), -1e9
     ),
@@ -245,10 +230,8 @@ SEQUENCES: dict[str, Any] = {
     "positions": lambda x: x + TABLE[torch.arange(x.shape[1])],
     "positions of rows": lambda x: x + F.embedding(torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1), TABLE),
     "tokens in one batch": lambda x: (x.flatten(0, 1) @ W).view(x.shape[0], -1, D),
-    "tokens in the batch's shape": lambda x: (x.reshape(-1, D) @ W).view_as(x),
     "experts of tokens": lambda x: mixture(x.flatten(0, 1)).view_as(x),
     "einsum": lambda x: torch.einsum("btd,de,e->bt", x, W, V),
-    "windows": lambda x: x.unfold(1, 2, 1).mean(-1),
     "lstm": nn.LSTM(D, 4, 2, batch_first=True).eval(),
     "lstm from zeros": lambda x: LSTM(x, (x.new_zeros(1, x.shape[0], 4), torch.zeros(1, x.shape[0], 4)))[0],
     "gru": nn.GRU(D, 4, batch_first=True).eval(),
@@ -265,10 +248,7 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
 
 MASKED: dict[str, Any] = {
     "attention": lambda x, m: masked(x, (1.0 - m.float()) * torch.finfo(torch.float32).min),
-    "attention by flags": lambda x, m: masked(x, m.bool()),
     "last token": lambda x, m: x[torch.arange(x.shape[0]), m.sum(1) - 1],
-    "last token gathered": lambda x, m: x.gather(1, (m.sum(1) - 1)[:, None, None].expand(-1, 1, D)),
-    "mean": lambda x, m: (x * m[..., None]).sum(1) / m.sum(1, keepdim=True),
     "positions": lambda x, m: x + TABLE[(m.cumsum(1) - 1).clamp(min=0)],
 }
 
@@ -284,9 +264,7 @@ IMAGES: dict[str, Any] = {
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 2)
     ).eval(),
     "instance norm": nn.InstanceNorm2d(3).eval(),
-    "pooled": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval(),
     "larger": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
-    "pixels moved": lambda x: F.pixel_unshuffle(x, 2),
     "channels moved": lambda x: F.channel_shuffle(x, 3),
     "patches": lambda x: x.reshape(x.shape[0], 3, 2, 4, 2, 4).permute(0, 2, 4, 3, 5, 1).reshape(x.shape[0], 4, 48),
     "a group norm beside heads": grouped_heads,

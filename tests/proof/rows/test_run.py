@@ -243,11 +243,7 @@ def _into_longer(write: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor], T
 MEETING: dict[str, Callable[[Tensor], Any]] = {
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
     "a product": lambda x: (x @ x.mT).softmax(-1) @ x,
-    "a mean": lambda x: x + x.mean(1, keepdim=True),
     "a convolution": lambda x: F.conv1d(x.mT, torch.ones(D, D, 3), padding=1).mT,
-    "turned round": lambda x: x.flip(1),
-    "the first": lambda x: x[:, :1] + x,
-    "by places": lambda x: x[:, torch.arange(x.shape[1]) // 2],
     "shifted": lambda x: torch.cat([x[:, :1], x], 1)[:, : x.shape[1]],
     "padded": lambda x: F.pad(x, (0, 0, 1, 0))[:, : x.shape[1]],
     "each with each": lambda x: x[:, :, None] + x[:, None, :],
@@ -255,10 +251,7 @@ MEETING: dict[str, Callable[[Tensor], Any]] = {
     "a running sum": lambda x: x.cumsum(1),
     "a part": lambda x: x.split([1, x.shape[1] - 1], 1)[0] + x,
     "one of all": lambda x: x.unbind(1)[0][:, None] + x,
-    "narrowed": lambda x: x.narrow(1, 1, 2).sum(1, keepdim=True) + x,
     "time": lambda x: _LSTM(x.transpose(0, 1))[0].transpose(0, 1),
-    "fixed places filled": lambda x: x.index_fill(1, FIXED, 1.0),
-    "fixed places copied": lambda x: x.index_copy(1, FIXED, torch.zeros(7, 3, D)[: x.shape[0]]),
     "fixed places selected": lambda x: x.index_select(1, FIXED),
     "fixed places": lambda x: x[:, FIXED],
     "a fixed place gathered": lambda x: x.gather(1, torch.zeros(x.shape[0], 1, D, dtype=torch.long)),
@@ -266,7 +259,6 @@ MEETING: dict[str, Callable[[Tensor], Any]] = {
     "behind another": lambda x: torch.cat([torch.zeros(x.shape[0], 1, D), x], 1),
     "a fixed place scattered": lambda x: x.scatter(1, torch.zeros(x.shape[0], 1, D, dtype=torch.long), 1.0),
     "copied into a longer one": _into_longer(lambda y, x: y.copy_(x)),
-    "added to a longer one": _into_longer(lambda y, x: y.add_(x)),
 }
 
 
@@ -349,16 +341,7 @@ def _image(x: Tensor) -> Tensor:
 
 SIZED: dict[str, Callable[[Tensor], Any]] = {
     "heads": _heads,
-    "heads that share keys": lambda x: F.scaled_dot_product_attention(
-        x[:, None].expand(-1, 4, -1, -1),
-        x[:, None].expand(-1, 2, -1, -1),
-        x[:, None].expand(-1, 2, -1, -1),
-        enable_gqa=True,
-    ),
     "convolution": lambda x: F.conv1d(x.mT, torch.ones(4, D, 3), stride=2, padding=2, dilation=2),
-    "convolution of an image": lambda x: F.conv2d(
-        _image(x), torch.ones(4, 1, 3, 2), stride=(2, 1), padding=(3, 1), dilation=(2, 3)
-    ),
     "convolution by one number for both lengths": lambda x: torch.convolution(
         _image(x), torch.ones(4, 1, 3, 2), None, [2], [1], [1], False, [0], 1
     ),
@@ -371,13 +354,10 @@ SIZED: dict[str, Callable[[Tensor], Any]] = {
     "windows": lambda x: x.unfold(1, 3, 2) * 2,
     "every second": lambda x: x[:, ::2],
     "the inner ones": lambda x: x[:, 1:-1] * 2,
-    "all but the last": lambda x: x[:, 2:-1:3] * 2,
-    "beyond the end": lambda x: x[:, :100] * 2,
     "halves of rows": lambda x: torch.cat([x, x]).chunk(2),
     "half as wide": lambda x: x.view(torch.int16).float(),
     "time first": lambda x: _LSTM(x.transpose(0, 1))[0],
     "picked": lambda x: x.gather(1, torch.zeros(x.shape[0], 2, D, dtype=torch.long)),
-    "some elements": lambda x: x.index_select(1, torch.tensor([0, 1])),
     "by place": lambda x: x[:, torch.arange(x.shape[1])],
 }
 
