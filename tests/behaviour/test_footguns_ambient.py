@@ -8,7 +8,6 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from graphdispatch import CUDAGraphOptions, Reason
 
@@ -148,19 +147,3 @@ def test_forward_mode_gradients(settled: Open) -> None:
         step.check(Reason.NEEDS_GRADIENTS)
     step.check_calls(x)
     step.check(Reason.EXACT)
-
-
-def test_a_mode_of_the_caller_sees_what_eager_runs(tried: Open) -> None:
-    """A call inside of one, as of a counter of operations, runs once and captures nothing, whether or not there is a
-    graph; calls outside of it are served."""
-    model = nn.Linear(3, 3).eval()
-    step = tried(model, **INPUT)
-    x = torch.randn(4, 3)
-    for settles in (False, True):
-        for _ in range(4 if settles else 0):
-            step.check_calls(x)
-        for _ in range(4):
-            with FlopCounterMode(display=False) as counter:
-                step.check_calls(x)
-            assert counter.get_total_flops() == 2 * 2 * 4 * 3 * 3  # eager's and ours
-            step.check(Reason.MODE_ACTIVE)

@@ -349,17 +349,6 @@ def test_another_change_beside_an_equal_container_is_seen() -> None:
         check(step, 2)
 
 
-def test_states_that_come_back_in_equal_containers_find_their_graphs() -> None:
-    """As adapters that are chosen by name before each request."""
-    layers = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in "ab"}).eval().requires_grad_(False)
-    held = SimpleNamespace(active=["a"])
-    step = graphs_of(lambda x: layers[held.active[0]](x))
-    for turn in range(24):
-        held.active = ["ab"[turn % 2]]
-        check(step, 1)
-    assert (step.stats.captures, step.stats.hits) == (2, 18)
-
-
 def test_a_first_import_is_no_change_of_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a module assigns while the captured run imports it counts as having been there."""
     source = "number = 0\n\n\ndef count():\n    global number\n    number += 1\n\n\ncount()\n"

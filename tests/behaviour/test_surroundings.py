@@ -226,20 +226,6 @@ def test_static_outputs_stay_where_they_are(opened: Open) -> None:
     assert len(places) == 1
 
 
-@needs("padding", "comparisons")
-def test_static_outputs_of_padded_batches(opened: Open) -> None:
-    """The same for batches that do not fill the graph, with the rows of the batch alone."""
-    step = opened(lambda x: x * 2, outputs="static")
-    step.prepare(torch.randn(4, 3))
-    places = set()
-    for rows in (4, 3, 4, 2, 3, 2, 1):
-        x = torch.randn(rows, 3)
-        answer = step(x)
-        assert torch.equal(answer, x * 2)
-        places.add(answer.data_ptr())
-    assert len(places) == 1
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_around(settled: Open) -> None:
     """``torch.compile`` around a served callable compiles what is around it, and nothing inside."""

@@ -14,7 +14,7 @@ from graphdispatch.modes import EntryState
 from graphdispatch.proof.check.licence import RowProof, Verification
 from graphdispatch.runtime.entry import CUDAGraphEntry
 from graphdispatch.runtime.protocols import MOST_ALIKE, Licence
-from graphdispatch.sizes import ROWS, axes_of, pack
+from graphdispatch.sizes import ROWS, axes_of
 from graphdispatch.testing import MockCUDAGraph
 
 from ...helpers import check_rows, make, shown_of
@@ -53,16 +53,6 @@ def entry_of(licence: Licence, state: EntryState = EntryState.CAPTURED, **given:
     return made
 
 
-def test_calls_that_are_all_alike_become_hits() -> None:
-    """After some of them; padded ones do not."""
-    licence = captured(proof=proven(), traced={SIZE})
-    entry = entry_of(licence, replay_count=MOST_ALIKE)
-    assert (licence.may_hit(entry, SIZE), licence.may_hit(entry, SIZE - 1)) == (True, False)
-    look = licence.per_call(entry, SIZE)
-    assert look is not None
-    assert (look(FIRST), look(OTHER)) == (True, False)
-
-
 def test_a_graph_of_somebody_else_is_never_compared() -> None:
     """Nobody knows what it does to memory; nor is one that is trusted, unless a replay failed."""
     licence = Licence()
@@ -73,16 +63,6 @@ def test_a_graph_of_somebody_else_is_never_compared() -> None:
         assert not licence.may_hit(entry, SIZE)
     assert licence.verdict(foreign, OTHER, SIZE)[0] is None
     assert licence.verdict(own, OTHER, SIZE)[0] is Reason.VERIFIED_NOW
-
-
-def test_one_padded_batch_is_compared() -> None:
-    """It is the alarm for a wrong rule; then all batches for which the run speaks are hits."""
-    licence = captured(proof=proven(is_compared=False), traced={SIZE})
-    entry = entry_of(licence, EntryState.VERIFIED)
-    assert licence.proof is not None
-    assert [licence.may_hit(entry, rows) for rows in (1, 2, 3, 4)] == [False, False, False, True]
-    licence.proof.note_compared(3, SIZE)
-    assert [licence.may_hit(entry, rows) for rows in (1, 2, 3, 4)] == [False, True, True, True]
 
 
 def test_a_batch_outside_of_the_run_is_due_until_a_run_speaks_for_it() -> None:
@@ -114,25 +94,6 @@ def test_a_run_whose_code_nobody_traced_says_nothing_of_effects() -> None:
     graph, other = captured(proof=proof, traced={1}), captured(proof=proof, traced={1, 4})
     assert [graph.wants_look(rows) for rows in (1, 2, 3)] == [True] * 3
     assert [other.wants_look(rows) for rows in (1, 2, 3, 4)] == [True, True, False, False]
-
-
-@pytest.mark.parametrize("along", [None, (Reason.ROWS_MIX, "real rows depend on padding along 'seq'")])
-def test_a_length_is_looked_at_once_but_for_longer_graphs(along: tuple[Reason, str] | None) -> None:
-    """Where elements mix along it: until then padded batches are compared, and by what it showed they are served."""
-    _, seq = BOTH
-    proof = proven(axes=BOTH, mixed=frozenset([seq]))
-    full, short, few = (pack(BOTH, lengths) for lengths in ((4, 8), (4, 6), (3, 8)))
-    graph = Verification(size=full, proof=proof, traced={full})
-    assert (graph.wants_look(short), graph.wants_look(few)) == (True, False)
-    proof.shown_along[seq] = {full}
-    proof.along |= {seq: along} if along else {}
-    assert not graph.wants_look(short)
-    assert proof.objection(short, full) == along
-    longer, between = (pack(BOTH, lengths) for lengths in ((4, 16), (4, 9)))
-    assert Verification(size=longer, proof=proof, traced={longer}).wants_look(between) is (along is None)
-    assert proof.objection(few, full) is None
-    proof.against_rows = Reason.ROWS_MIX, "rows mix"
-    assert proof.objection(few, full) == (Reason.ROWS_MIX, "rows mix")
 
 
 class Three(Verification, name="three batches"):

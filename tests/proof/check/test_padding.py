@@ -101,37 +101,6 @@ def test_arguments_of_each_type_may_have_a_length(dtype: torch.dtype) -> None:
     assert check_calls(step, *batches, rtol=1e-4, atol=1e-5)[-1] is Reason.PADDED
 
 
-def test_where_other_padding_writes_is_undone() -> None:
-    """Where a write goes may depend on values: in early batches, and padding, it is one place alone."""
-    cache, early = torch.zeros(2), torch.tensor([[1.0, -1, 0], [-1, 1, 0], [-1, -1, 0]])
-
-    def fn(x: torch.Tensor, into: torch.Tensor = cache) -> torch.Tensor:
-        into[((x[:, 0] > 0) & (x[:, 1] > 0)).long()] = 1.0
-        return x * 2
-
-    step = make(lambda x: fn(x), rows="independent", sizes=(4,), padding_writes="allow")
-    for _ in range(4):
-        check_calls(step, early, fn=lambda x: fn(x, torch.zeros(2)))
-        assert cache.tolist() == [1.0, 0.0]
-    assert step.last_decision.reason is Reason.PADDED
-
-
-def test_a_break_that_writes_for_other_padding_depends_on_it() -> None:
-    """What it wrote is undone."""
-    seen = torch.zeros(1)
-
-    @eager_break
-    def notes(x: torch.Tensor) -> torch.Tensor:
-        if x.max() > 10:
-            seen.add_(1)
-        return x * 2
-
-    step = make(lambda x: notes(x + 1), mode="PIECEWISE", rows="independent", sizes=(4,))
-    assert check_rows(step, 4, 4, 3, 3)[2:] == [Reason.ROWS_MIX] * 2
-    assert "padding rows write to a tensor" in step.last_decision.detail
-    assert not seen
-
-
 def test_a_draw_for_padding_alone_is_undone() -> None:
     """The generator is where eager leaves it, which does not draw."""
     step = make(lambda x: x * 2 + (torch.rand(3) * 0 if len(x) == 4 else 0), sizes=(4,))
@@ -257,17 +226,6 @@ def check_slots(write: Write, order: list[int], **how: Any) -> None:
 def test_slots_from_zero_on_hide_nothing(name: str, order: list[int]) -> None:
     """While each batch writes to slot 0, padding of zeros does no harm; it must not write there later."""
     check_slots(NOTES[name], order)
-
-
-@pytest.mark.parametrize("rows", [2, 3, 4])
-def test_slots_that_do_not_follow_the_rows_are_served(rows: int) -> None:
-    """What each call writes at the same place, by an index of the model's own, pads as before."""
-    place, seen = torch.tensor([2]), torch.zeros(6, 2)
-    fn = noting(lambda c, i: c.index_add_(0, place, torch.ones(1, 2)), seen)
-    step = gd.graphed(fn, dynamic={"slots": 0}, sizes=[4])
-    for one in (rows, rows, rows, 3, 2, 3, 2, 3):
-        step(torch.randperm(6)[:one])
-    assert step.last_decision.reason is Reason.PADDED
 
 
 def test_a_comparison_leaves_no_write_of_padding() -> None:

@@ -117,49 +117,11 @@ EMBEDDINGS = torch.randn(50, 16, generator=torch.Generator().manual_seed(5), dev
 )
 
 
-def test_a_mask_of_other_numbers_later_keeps_the_proof() -> None:
-    """The second batch asks for what the first one has shown, whether or not its mask holds zeros and ones alone."""
-    table = torch.randn(16, 3)
-
-    def fn(x: Tensor, mask: Tensor) -> Tensor:
-        return (table[(x.abs() * 4).clamp(max=15).long()] * mask[:, :, None]).sum(1)
-
-    dims = {0: "batch", 1: gd.Dim("seq", [4, 8])}
-    step = make(fn, dynamic={"x": dims, "mask": {0: "batch", 1: "seq"}})
-    masks = (1.0, 1.0, 0.5, 0.5, 0.5, 0.5)
-    reasons = check_calls(step, *((torch.randn(1, 1), torch.full((1, 1), mask)) for mask in masks), atol=1e-6)
-    assert reasons[-1] is Reason.PADDED, step.last_decision
-
-
 @pytest.mark.parametrize("rows", [(3, 3, 1, 1, 1, 3), (4, 1, 1, 4)])
 def test_one_row_of_an_output_with_gaps(rows: tuple[int, ...]) -> None:
     """A tensor of one element has any strides, and is compared all the same."""
     step = make(lambda x: (x * 2)[:, 0], sizes=(4,))
     assert check_rows(step, *rows)[-1].is_graph, step.last_decision
-
-
-BY_TOKENS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "minimum_of_a_row": lambda ids, mask: EMBEDDINGS[ids] + ids.amin(1)[:, None, None],
-    "any_zero": lambda ids, mask: EMBEDDINGS[ids] + (ids == 0).any(1)[:, None, None],
-    "all_shown_in_a_row": lambda ids, mask: EMBEDDINGS[ids] * (1 + mask.all(1)[:, None, None].float()),
-}
-
-
-@pytest.mark.parametrize("rule", [False, True], ids=["default", "rule"])
-@pytest.mark.parametrize("name", BY_TOKENS)
-def test_along_a_sequence(name: str, rule: bool) -> None:
-    """Padding of zeros is neutral while each early row holds a zero and hides a token, and later it is not."""
-    seq = gd.Dim("seq", sizes=[8, 16], pad={"mask": 0} if rule else {})
-    step = make(BY_TOKENS[name], dynamic={"ids": {0: "batch", 1: seq}, "mask": {0: "batch", 1: "seq"}})
-    for number in range(60):
-        rows, length = (int(torch.randint(low, high, ())) for low, high in ((1, 5), (2, 17)))
-        ids = torch.randint(int(number >= 20), 50, (rows, length))
-        mask = torch.ones_like(ids)
-        if number < 20:
-            ids[:, 0] = 0
-        if number < 30:
-            mask[:, length // 2 :] = 0
-        check_calls(step, (ids, mask), rtol=1e-5, atol=1e-5)
 
 
 def _mean(h: Tensor, lengths: Tensor) -> Tensor:

@@ -228,16 +228,6 @@ def test_masked_logits_hide_nothing(mask: float, share: float, shape: tuple[int,
     assert difference(eager, eager + eager.ne(mask) * 1e-6 * torch.randn(shape), tolerance) is None
 
 
-def test_an_outlier_hides_nothing() -> None:
-    """One element of a cache that is a million times the others does not loosen the comparison of its row."""
-    eager = torch.randn(10, 64)
-    eager[3, 5] = 1e6
-    for at in ((3, 6), (4, 5)):
-        wrong = eager.clone()
-        wrong[at] += 0.7
-        assert difference(eager, wrong, tolerance_for(torch.float32, exact=False)) is not None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [1, 3, 512])
 def test_rounding_of_sums_that_cancel_is_no_difference(dtype: torch.dtype, width: int) -> None:

@@ -386,12 +386,6 @@ def test_a_label_that_was_right_by_chance_shows_in_another_batch() -> None:
 # -- state and memory
 
 
-def test_a_write_to_state_mixes_nothing() -> None:
-    """A counter that no row changes leaves rows independent."""
-    steps = torch.zeros(1)
-    assert judge(lambda x: (steps.add_(1), x * 2)[1]).independent
-
-
 def test_a_tensor_from_elsewhere_is_unknown() -> None:
     """Memory that the callable does not reach may hold anything of other rows."""
     x, far = torch.randn(7, D), torch.randn(7, D)
