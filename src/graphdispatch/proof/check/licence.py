@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -26,12 +26,8 @@ from ..state.objects import is_compiler_note
 from ..state.reads import ARGUMENT_READERS, IDENTITY
 from ..watch.operator_trace import OperatorTrace
 
-
-class Speaker(Protocol):
-    """A run that speaks for batches besides its own; ``proof/rows/verdict.py`` has its verdict."""
-
-    def speaks_for(self, extents: Sequence[int]) -> bool:
-        """Whether Python takes the path of the run for a batch of these extents."""
+if TYPE_CHECKING:
+    from .row_proof import FollowedRun
 
 
 @dataclass(eq=False, kw_only=True)
@@ -44,7 +40,7 @@ class RowProof:
     """
 
     axes: Sequence[Axis]
-    runs: list[Speaker] = field(default_factory=list)
+    runs: list["FollowedRun"] = field(default_factory=list)
     """The runs that dispatched the graphs' operators: they speak for the batches that may be served."""
     against_rows: tuple[Reason, str] | None = None
     """Why no rows may be padded, in a word and in detail; None where rows are independent, by their structure or by the

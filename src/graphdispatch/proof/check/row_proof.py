@@ -84,12 +84,11 @@ class FollowedRun:
         other extents, but with the same operators on the same tensors. A run that does not follow an axis has the
         shapes that another run of the proof tells, which does, as it tells those of the graph."""
         axes, batch = request.inputs.axes, request.size
-        runs = [one for one in proof.runs if isinstance(one, FollowedRun)]
         if operators.has_regions:  # compare with what the proof was made of
-            first = next(iter(runs), self)
+            first = next(iter(proof.runs), self)
             operators, batch = first.operators, first.rows
         extents, own = lengths_of(axes, batch), lengths_of(axes, self.rows)
-        tell = runs if self.single else [self]
+        tell = proof.runs if self.single else [self]
         return any(one._computes(operators, extents) and one._computes(self.operators, own) for one in tell)
 
     def _computes(self, operators: OperatorTrace, extents: Sequence[int]) -> bool:
@@ -126,7 +125,7 @@ def proof_of(request: CaptureRequest, operators: OperatorTrace) -> RowProof | No
     """The proof of another graph that holds for a graph of these operators, too; None if there is none."""
     shown = (shown_of(peer) for peer in request.peers if request.follows_rows)
     for proof in dict.fromkeys(one.proof for one in shown if one is not None and one.proof is not None):
-        if any(isinstance(run, FollowedRun) and run.proves(request, operators) for run in proof.runs):
+        if any(run.proves(request, operators) for run in proof.runs):
             return proof
     return None
 
@@ -216,7 +215,7 @@ def speak_for_batch(attempt: CaptureAttempt, proof: RowProof, operators: Operato
             proof.mixed |= {axes[i] for i in run.verdict.mixed_axes}
             proof.by_place = proof.by_place or run.verdict.by_place
             return
-        why = (one.why_not(lengths_of(axes, request.rows)) for one in proof.runs if isinstance(one, FollowedRun))
+        why = (one.why_not(lengths_of(axes, request.rows)) for one in proof.runs)
         text = next(filter(None, why), "") or "the operators differ"
     size = extents_text(axes, request.size)
     proof.unlike[request.rows] = (

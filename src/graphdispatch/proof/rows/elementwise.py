@@ -78,14 +78,6 @@ def loss(c: Call) -> list[Label]:
     return [Label(() if c.a["reduction"] else dims)]
 
 
-_AMONG_ALL, _AMONG_OWN = TextRule("s*, ... -> ..."), TextRule("... s*, ... v -> ... v")
-
-
-def searchsorted(c: Call) -> list[Label]:
-    """Each element among boundaries without rows, or among those of its own row."""
-    return (_AMONG_ALL if c.a["sorted_sequence"].dim() == 1 else _AMONG_OWN)(c)
-
-
 RULES: dict[Rule, str] = {
     pointwise: "where masked_fill rsub polar complex hardswish copy",
     keep: "clone _to_copy lift_fresh lift_fresh_copy alias detach _conj _neg_view to",
@@ -117,5 +109,5 @@ RULES: dict[Rule, str] = {
     TextRule("... p k*, ... r k* -> ... p r"): "_cdist_forward _euclidean_dist",
     nll_loss: "nll_loss_forward nll_loss2d_forward",
     loss: "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy_with_logits",
-    searchsorted: "searchsorted",
+    TextRule("... s*, ... v -> ... v"): "searchsorted",  # among boundaries of its own row, or for all
 }

@@ -25,19 +25,14 @@ from .labels import Dim, Label, is_dynamic, own_size, shape_of
 if TYPE_CHECKING:
     from .run import RowRun
 
-_DATA_NAMES = """
-    numpy __array__ tolist item __dlpack__ data_ptr untyped_storage storage _typed_storage __bool__ __int__ __float__
-    __complex__ __index__ __contains__ __reduce_ex__ __deepcopy__ const_data_ptr _storage __repr__ __format__ __str__
-    _shape_as_tensor apply_ map_ map2_
-"""
 _METADATA_NAMES = """
     dim ndim ndimension dtype device layout requires_grad element_size itemsize grad names type get_device
     result_type promote_types can_cast __hash__ output_nr retains_grad _backward_hooks type_as has_names __dir__
     _is_view
 """
 _SHAPE_NAMES = "view reshape expand broadcast_to zeros ones empty rand randn new_zeros new_ones new_empty"
-_DATA = {*_DATA_NAMES.split(), *(name for name in dir(Tensor) if name.endswith("_array_interface__"))}
-"""What takes data, or the memory that it lies in, to Python."""
+_UNSEEN = frozenset({"__deepcopy__", "_shape_as_tensor", "apply_", "map_", "map2_"})
+"""What makes tensors of sizes, or of data by way of Python, without operators."""
 _OF_DATA = {"is_nonzero", "is_set_to", "is_same_size", "is_contiguous"}
 _FLAGS = {name for name in dir(Tensor) if name.startswith("is_")} - _OF_DATA
 _METADATA = _FLAGS.union(_METADATA_NAMES.split())
@@ -105,8 +100,8 @@ class Functions(TorchFunctionMode):
                 return self._size_of_map(size) if type(size) is Num and _TRANSFORMS in path else size
         outer, run.caller = run.caller, (caller := Caller(run, name, args, kwargs))
         try:
-            if name in _DATA and run.any_follows(args, kwargs):
-                run.doubt(f"{name}() takes data to the host")
+            if name in _UNSEEN and run.any_follows(args, kwargs):
+                run.doubt(f"{name}() makes tensors without operators")
             self._decide(name.partition(".")[0], args, kwargs)
             if name == "tensor_split" and run.any_follows(args[1:], kwargs):
                 run.doubt("tensor_split() by data")
@@ -152,8 +147,6 @@ class Functions(TorchFunctionMode):
         try:
             if label is None:
                 return func(*args)
-            if attribute in _DATA and run.follows(args[0]):
-                run.doubt(f"{attribute} takes data to the host")
             out = func(*args)
             if attribute == "data" or (attribute == "real" and not args[0].is_complex()):
                 run.put(out, label)

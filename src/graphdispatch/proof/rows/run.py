@@ -463,7 +463,7 @@ class RowRun:
         follows_rows = ROWS_AXIS in axes or any(label.is_lost for label in call.labels.values())
         fault, name = fault or call.fault_of_data(is_all=True), call.operator.name
         if (follows_rows or fault is not None) and not call.outs:
-            self.doubt(f"{name} takes data to the host")
+            self.doubt(f"{call.caller.function}() takes data to the host")
         self.mixed |= axes - {ROWS_AXIS}
         if ROWS_AXIS in axes:
             self.space.restrict_to_own([ROWS_AXIS], f"{name} may raise for other numbers of rows")
