@@ -261,7 +261,7 @@ class Verification(Licence):
     def may_hit(self, entry: CUDAGraphEntry, rows: int) -> bool:
         """Whether it was compared on two batches, or all its calls were alike: so many that one was to be made of them.
         Where none can be made, it serves calls of that batch alone."""
-        if not self._may_pad(rows):
+        if self.against_padding(rows) is not None or self.wants_look(rows):
             return False
         is_of_one_batch = entry.state is EntryState.CAPTURED and entry.replay_count >= MOST_ALIKE
         return entry.state is EntryState.VERIFIED or (is_of_one_batch and rows == self.size)
@@ -305,12 +305,6 @@ class Verification(Licence):
     def differs(self, values: Sequence[Any]) -> bool:
         """Whether a batch is another one than those that it agreed on (yes, if these were not kept)."""
         return not any(map(partial(_is_same_batch, values), self.batches))
-
-    def _may_pad(self, rows: int) -> bool:
-        """Whether the graph may serve a batch without a comparison: a full one, or a padded one if that is proven."""
-        if self.proof is None:
-            return rows == self.size
-        return self.proof.objection(rows, self.size) is None and not self.wants_look(rows)
 
     def wants_look(self, rows: int) -> bool:
         """Whether a batch must be run eagerly, traced and compared before the graph serves it: none was padded so, or

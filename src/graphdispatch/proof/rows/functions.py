@@ -40,7 +40,7 @@ _METADATA = _FLAGS.union(_METADATA_NAMES.split())
 _PLAIN = (Tensor, type(None), torch.dtype, torch.device, torch.layout)
 _TAKES_SHAPE = frozenset(_SHAPE_NAMES.split())
 """Functions all of whose numbers are the sizes of their result."""
-_MAKES = _TAKES_SHAPE - {"view", "reshape"} | {"full", "new_full", "repeat", "tile"}
+_MAKES = frozenset({"full", "new_full", "repeat", "tile"})
 _SIZE_PLACES = {
     **dict.fromkeys((*_TAKES_SHAPE, "repeat", "tile"), slice(None)),
     "full": slice(0, 1),
@@ -78,7 +78,7 @@ class Functions(TorchFunctionMode):
         self.run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer one function."""
+        """Answer one function, or question for an attribute."""
         run, name, kwargs = self.run, getattr(func, "__name__", ""), kwargs or {}
         path = sys._getframe(1).f_code.co_filename
         if is_own_code(path) and path not in _FOR_USERS:  # of a mode, where code in C++ has called an operator
@@ -91,7 +91,10 @@ class Functions(TorchFunctionMode):
                 answers = (kind.__torch_function__(func, types, args, kwargs) for kind in types)
                 return next((one for one in answers if one is not NotImplemented), NotImplemented)
         if name in ("__get__", "__set__"):
-            return self._attribute(func, name, args)
+            attribute = getattr(func.__self__, "__name__", "")
+            if name == "__set__" and attribute not in _SETTABLE:
+                run.doubt(f"{attribute} of a tensor is set")
+            name = attribute if name == "__get__" else name
         answer = _SIZES.get(name)
         if answer is not None and args and isinstance(args[0], Tensor):
             label = run.label_of_size(args[0])
@@ -100,11 +103,7 @@ class Functions(TorchFunctionMode):
                 return self._size_of_map(size) if type(size) is Num and _TRANSFORMS in path else size
         outer, run.caller = run.caller, (caller := Caller(run, name, args, kwargs))
         try:
-            if name in _UNSEEN and run.any_follows(args, kwargs):
-                run.doubt(f"{name}() makes tensors without operators")
-            self._decide(name.partition(".")[0], args, kwargs)
-            if name == "tensor_split" and run.any_follows(args[1:], kwargs):
-                run.doubt("tensor_split() by data")
+            self._look_at(name, args, kwargs)
             plain_args, plain_kwargs = caller.plain() if _has_numbers((args, kwargs)) else (args, kwargs)
             try:
                 out = func(*plain_args, **plain_kwargs)
@@ -112,7 +111,9 @@ class Functions(TorchFunctionMode):
                 if run.any_follows(args, kwargs) or caller.numbers:
                     run.space.restrict_to_own(range(len(run.space.own)), f"{name}() raises")
                 raise
-            if type(out) is not Tensor:
+            if name == "data" and (label := run.label(args[0])) is not None:
+                run.put(out, label)
+            elif type(out) is not Tensor:
                 self._check_answer(name, out, args, kwargs)
             if caller.numbers or name in _TAKES_SHAPE:
                 caller.check(out)
@@ -120,41 +121,24 @@ class Functions(TorchFunctionMode):
             run.caller = outer
         return out
 
-    def _decide(self, name: str, *trees: Any) -> None:
-        """Bind the run to batches for which C++ takes the same way in this function."""
-        for tensor in tensors_in(*trees) if name in _DECIDES else ():
-            label = self.run.label(tensor)
+    def _look_at(self, name: str, args: Any, kwargs: Any) -> None:
+        """Note what C++ makes of data in this function past operators, and bind the run to batches for which it takes
+        the same way."""
+        run, base = self.run, name.partition(".")[0]
+        if name in _UNSEEN and run.any_follows(args, kwargs):
+            run.doubt(f"{name}() makes tensors without operators")
+        if name == "tensor_split" and run.any_follows(args[1:], kwargs):
+            run.doubt("tensor_split() by data")
+        for tensor in tensors_in(args, kwargs) if base in _DECIDES else ():
+            label = run.label(tensor)
             for dim in label.dims if label is not None else ():
-                self.run.space.restrict(_DECIDES[name](self.run.sizes.values(dim)), f"{name}() decides by sizes")
+                run.space.restrict(_DECIDES[base](run.sizes.values(dim)), f"{base}() decides by sizes")
 
     def _size_of_map(self, size: Num) -> Any:
         """A plain number for a transform of torch.func, which hands it to C++: what it maps, no rule tells."""
         remedy = "; rows='independent' in the options says that they are independent"
         self.run.doubt("a transform of torch.func maps over rows", remedy)
         return size.own
-
-    def _attribute(self, func: Any, name: str, args: Any) -> Any:
-        """Answer a question for an attribute of a tensor, or set it."""
-        run, attribute = self.run, getattr(func.__self__, "__name__", "")
-        if name == "__set__":
-            if attribute not in _SETTABLE:
-                run.doubt(f"{attribute} of a tensor is set")
-            return func(*args)
-        label = (run.label_of_size if attribute == "shape" else run.label)(args[0])
-        if attribute == "shape" and label is not None:
-            return shape_of(label, run.sizes)
-        outer, run.caller = run.caller, Caller(run, attribute, args, {})
-        try:
-            if label is None:
-                return func(*args)
-            out = func(*args)
-            if attribute == "data" or (attribute == "real" and not args[0].is_complex()):
-                run.put(out, label)
-            if not isinstance(out, Tensor):
-                self._check_answer(attribute, out, args, {})
-            return out
-        finally:
-            run.caller = outer
 
     def _check_answer(self, name: str, out: Any, args: Any, kwargs: Any) -> None:
         """Python may learn nothing of data."""
@@ -174,7 +158,7 @@ class Caller:
         """The numbers given as sizes, by their value in the run."""
         self._accounted: set[int] = set()
         self._around: dict[int, Dim] | None = None
-        if function in _MAKES:
+        if function in _MAKES or function in _TAKES_SHAPE:
             self.sizes = self._given_sizes()
 
     def size(self, own: int) -> Num | None:
@@ -220,7 +204,7 @@ class Caller:
         if name in ("__getitem__", "__setitem__"):
             self._find_doubles()
             return (args[0], self._index(args[1]), *map(_number, args[2:])), by_name
-        if name not in _MAKES and name not in _TAKES_SHAPE:
+        if self.sizes is None:
             self._find_doubles()
         end_of_range = slice(len(args) > 1, 2) if name == "arange" else slice(0)
         places = range(len(args))[_SIZE_PLACES.get(name, end_of_range)]
@@ -256,8 +240,8 @@ class Caller:
     def check(self, out: Any) -> None:
         """Each number given as a size must be that of the result for all batches; any other narrows the run."""
         label = self.run.label(out) if isinstance(out, Tensor) else None
-        if label is not None and not label.is_lost and self.function in _TAKES_SHAPE:
-            self._check_sizes(self.sizes if self.sizes is not None else self._given_sizes(), label.dims)
+        if label is not None and not label.is_lost and self.sizes is not None and self.function in _TAKES_SHAPE:
+            self._check_sizes(self.sizes, label.dims)
         for own, number in self.numbers.items():
             if own not in self._accounted:
                 number.plain()
@@ -329,6 +313,7 @@ def _contiguous_answer(run: "RowRun", label: Label, tensor: Tensor, *args: Any, 
 
 
 _SIZES: dict[str, Callable[..., Any]] = {
+    "shape": _size_answer,
     "size": _size_answer,
     "sym_size": _size_answer,
     "numel": _numel_answer,
