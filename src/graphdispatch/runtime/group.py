@@ -352,7 +352,7 @@ class GraphGroup:
         may_serve = decision.reason in (Reason.NO_GAIN, Reason.CAPTURE_WAITS)
         return StayEager(decision, countdown, self, rows, size, self if may_serve else None)
 
-    def stay_eager(self, rows: int, size: int, decision: Decision, most: float) -> None:
+    def keep_eager(self, rows: int, size: int, decision: Decision, most: float) -> None:
         """Note that a call was looked at and runs eagerly: the next ones may do so without a look.
 
         Args:

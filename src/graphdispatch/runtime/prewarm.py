@@ -32,7 +32,7 @@ _log = logging.getLogger("graphdispatch")
 
 _MOST_LOOKED_AT = 4096
 """The most batches of a size of which a prewarm sees whether its proof covers them."""
-_MOST_HITS = 1024
+_MOST_BATCHES = 1024
 """The most hits that a prewarm makes."""
 _POINTS = "If its integers point into the batch, give prewarm an example of each size"
 _MANY = 64
@@ -298,7 +298,7 @@ def _cut(group: GraphGroup, leaves: Sequence[Any], size: int) -> Sequence[Any]:
 def _make_hits(group: GraphGroup) -> None:
     """Make the hits of the batches that graphs serve, the smallest first, so that no call takes that time."""
     lengths = lengths_of(group.inputs.axes, group.route.table.largest) if group.signature.has_rows else ()
-    for own in islice(product(*(range(1, most + 1) for most in lengths)), _MOST_HITS):
+    for own in islice(product(*(range(1, most + 1) for most in lengths)), _MOST_BATCHES):
         group.hits[pack(group.inputs.axes, own) if own else 1]
 
 

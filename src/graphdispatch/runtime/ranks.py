@@ -31,8 +31,8 @@ from ..reasons import Reason
 Least = Callable[[Sequence[int]], Sequence[int]]
 """Gets integers, as many on each rank, and returns for each place the least one of all ranks. It is collective."""
 
-_ON_THE_WAY = (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT)
-_ORDER = (*(reason for reason in Reason if not (reason.is_graph or reason in _ON_THE_WAY)), *_ON_THE_WAY)
+_OF_A_GRAPH = (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT)
+_ORDER = (*(reason for reason in Reason if not (reason.is_graph or reason in _OF_A_GRAPH)), *_OF_A_GRAPH)
 """What a rank may find, each for all: the first that a rank finds is what all do. ``EXACT`` stands for every replay."""
 _PLACES = {reason: place for place, reason in enumerate(_ORDER)} | dict.fromkeys(
     (reason for reason in Reason if reason.is_graph), len(_ORDER) - 1
@@ -64,7 +64,7 @@ class Ranks:
         """
         self._has_parted = False
         least, _ = self._range_of(_PLACES[own])
-        return own if _PLACES[own] < len(_ORDER) - len(_ON_THE_WAY) or least == _PLACES[own] else _ORDER[least]
+        return own if _PLACES[own] < len(_ORDER) - len(_OF_A_GRAPH) or least == _PLACES[own] else _ORDER[least]
 
     def begin_run(self, stage: str) -> None:
         """Begin a further run of a capture or comparison.
@@ -112,6 +112,6 @@ class Ranks:
 def _refusal(least: int) -> tuple[Reason, str]:
     """Why there is no graph, by the least of what ranks found."""
     reason = _ORDER[least] if least < len(_ORDER) else Reason.CAPTURED_NOW
-    if reason in _ON_THE_WAY:
+    if reason in _OF_A_GRAPH:
         return Reason.CAPTURE_FAILED, UNEQUAL
     return reason, f"another rank refused it: {reason.text}"

@@ -240,7 +240,7 @@ class Server:
             if not is_eager or decision.reason in _MADE:
                 route.unmatched.pop((len(args), *kwargs), None)
             if is_eager and decision.reason not in _OF_ONE_CALL:
-                group.stay_eager(choice.matched, choice.size, decision, self._most_unseen(group, choice))
+                group.keep_eager(choice.matched, choice.size, decision, self._most_unseen(group, choice))
             elif group.gain is not None:
                 group.gain.in_doubt.discard(decision.rows)
 
