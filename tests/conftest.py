@@ -147,6 +147,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--front-ends", default="", help="such as graphed,wrapper; default: all")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """No name of a test holds an address: it would differ between two workers."""
+    named = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if named:
+        raise pytest.UsageError(f"a name holds an address; give ids=: {named[0]}")
+
+
 def pytest_make_parametrize_id(val: Any, argname: str) -> str | None:
     """Name bytes and long text by their argument: a time in a gzip header would differ between two workers."""
     if isinstance(val, str) and len(val) <= LONGEST_ID and val.isprintable():

@@ -93,15 +93,15 @@ def test_a_cache_holds_its_function_and_its_results() -> None:
 
 
 WEIGHT = nn.Parameter(torch.ones(1))
-VALUES: list[tuple[Any, bool]] = [
-    (WEIGHT, True),
-    (nn.ReLU(), True),
-    ([[[[WEIGHT]]]], True),
-    (Box(k=WEIGHT), True),
-    ([], True),
-    ("text", False),
-    (2.5, False),
-]
+VALUES: dict[str, tuple[Any, bool]] = {
+    "a weight": (WEIGHT, True),
+    "a module": (nn.ReLU(), True),
+    "nested lists": ([[[[WEIGHT]]]], True),
+    "an object": (Box(k=WEIGHT), True),
+    "a list": ([], True),
+    "a text": ("text", False),
+    "a number": (2.5, False),
+}
 PLACES: dict[str, Callable[[Any, Any], Any]] = {
     "attribute": lambda held, value: setattr(held, "k", value),
     "entry": lambda held, value: held.many.append(value),
@@ -110,7 +110,7 @@ PLACES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("value", "is_noticed"), VALUES, ids=str)
+@pytest.mark.parametrize(("value", "is_noticed"), VALUES.values(), ids=VALUES)
 def test_what_may_train_in_the_place_of_a_constant_is_noticed(place: str, value: Any, is_noticed: bool) -> None:
     """By a guard of what is reached; further constants tell nothing."""
     held = Box(k=None, many=[1, 2], none={}, layer=nn.ReLU())
