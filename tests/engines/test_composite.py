@@ -103,22 +103,6 @@ def test_errors_of_a_runner_pass_through(error: Exception) -> None:
     assert (first.eager_runner.runs, second.eager_runner.runs) == (1, 0)
 
 
-def test_composites_nest() -> None:
-    """A composite is a member as any dispatcher: graphs and runners of its members serve, and calls count there.
-
-    One that accepts nothing is passed by.
-    """
-    first, second = member("a"), member("b", KEY)
-    never, outer = CompositeDispatcher(), CompositeDispatcher()
-    never.add_dispatcher("never", member("c", KEY), accepts=lambda _: False)
-    outer.add_dispatcher("never", never, priority=1)
-    outer.add_dispatcher("inner", pair(first, second))
-    assert [outer.dispatch(key) for key in (KEY, OTHER)] == ["b graph", "a eager"]
-    second.dispatch(KEY)
-    assert (outer.stats.graph, outer.stats.eager, outer.stats.graph_ratio) == (2, 1, 2 / 3)
-    assert first.stats.reasons == outer.stats.reasons == {Reason.NOT_CAPTURED: 1}
-
-
 def test_a_graph_that_its_owner_released_is_passed_over() -> None:
     """The call goes on to the next member, and the first one forgets the graph."""
     first, gone = CudagraphDispatcher(lambda x: x * 2), entry()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
+from graphdispatch import CUDAGraphMode, Reason
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import (
     BatchDescriptor,
@@ -194,20 +194,6 @@ def test_positional_arguments_are_those_of_the_runner() -> None:
     assert torch.equal(dispatcher.dispatch(KEY, x, c=y), x + y)
     assert torch.equal(dispatcher.dispatch(KEY, y, c=x), x + y)
     assert dispatcher.stats.graph
-
-
-def test_a_call_counts_in_the_mode_its_graph_was_registered_in() -> None:
-    """An entry knows its mode, unless it is registered in another one, which the policy then chose."""
-    step = CUDAGraphWrapper(double, CUDAGraphMode.PIECEWISE, CUDAGraphOptions(verify=False))
-    step(torch.ones(4, 3), batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
-    made = step.get_entry(BatchDescriptor(4))
-    dispatcher = over((KEY, made))
-    assert dispatcher.choose(KEY).found.mode is PIECEWISE
-    assert dispatcher.get_entry(KEY) is made
-    dispatcher = CudagraphDispatcher(double)
-    dispatcher.register_graph(KEY, entry(), mode=PIECEWISE)
-    serve(dispatcher, times=3)
-    assert (dispatcher.stats.piecewise, dispatcher.stats.graph) == (2, 0)
 
 
 def test_the_buffers_of_another_owners_graph_are_left_to_it() -> None:
