@@ -147,13 +147,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--front-ends", default="", help="such as graphed,wrapper; default: all")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """No name of a test holds an address: it would differ between two workers."""
-    named = [item.nodeid for item in items if " at 0x" in item.nodeid]
-    if named:
-        raise pytest.UsageError(f"a name holds an address; give ids=: {named[0]}")
-
-
 def pytest_make_parametrize_id(val: Any, argname: str) -> str | None:
     """Name bytes and long text by their argument: a time in a gzip header would differ between two workers."""
     if isinstance(val, str) and len(val) <= LONGEST_ID and val.isprintable():
@@ -162,7 +155,10 @@ def pytest_make_parametrize_id(val: Any, argname: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked ``gpu`` where torch can use no CUDA device."""
+    """Skip the tests marked ``gpu`` where torch can use no CUDA device. No name of a test may hold an address, which
+    differs between two workers."""
+    if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"a name holds an address; give ids=: {named[0]}")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none here")
