@@ -13,10 +13,10 @@ from operator import itemgetter
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_map_only, tree_unflatten
 
 from ..backends.base import Pool
-from ..backends.operators import storage_key
+from ..backends.operators import storage_key, tensors_in
 from ..backends.tracing import untraced
 from ..errors import StaleOutputError
 from ..sizes import Axis
@@ -85,10 +85,6 @@ class OutputRule:
     """For each tensor among the outputs, the dimensions that follow the batch: (dimension, rows per row, axis)."""
 
     follows: tuple[tuple[tuple[int, int, Axis], ...], ...]
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return list(filter(is_tensor, tree_leaves(tree)))
 
 
 class Objects(Protocol):
@@ -178,7 +174,7 @@ class Outputs:
             answer = self.objects.open(answer, self.tree)
         with self._pool.lock:
             self._pool.order_after_last_use()
-            cut, given = self.peek(rows), _tensors(answer)
+            cut, given = self.peek(rows), tensors_in(answer)
             lent = {storage_key(target) for target, own in zip(cut, self._is_own, strict=True) if own}
             given = [source.clone() if storage_key(source) in lent else source for source in given]  # as fed back
             for target, source, own in zip(cut, given, self._is_own, strict=True):
@@ -292,6 +288,6 @@ def copied_from(buffers: set[int], output: Any) -> Any:
         buffers: The keys of the storages of the static inputs.
         output: What the call returned.
     """
-    inside = {id(leaf): leaf for leaf in _tensors(output) if storage_key(leaf) in buffers}
+    inside = {id(leaf): leaf for leaf in tensors_in(output) if storage_key(leaf) in buffers}
     copies = {key: tensor.clone() for key, tensor in inside.items()}
     return tree_map_only(torch.Tensor, lambda tensor: copies.get(id(tensor), tensor), output)

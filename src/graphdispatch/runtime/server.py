@@ -462,9 +462,7 @@ class Server:
             return Reason.INSIDE_CAPTURE
         if pool is not None and pool.replaying_on is not None and pool.is_inside_replay():
             return Reason.INSIDE_REPLAY
-        if (function_modes() or trace() is not None or transform() is not None) and is_transformed():
-            return Reason.MODE_ACTIVE
-        if dispatch_modes() and is_observed():
+        if is_transformed() or is_observed():
             return Reason.MODE_ACTIVE
         if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
             return Reason.NEEDS_GRADIENTS

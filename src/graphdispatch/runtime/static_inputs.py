@@ -225,12 +225,8 @@ def _sixteen_bytes(fill: Any, dtype: torch.dtype) -> bytes:
 
 
 def _ordered_view(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
-    stride = [0] * len(shape)
-    step = 1
-    for dim in reversed(order):
-        stride[dim] = step
-        step *= max(shape[dim], 1)
-    return flat.as_strided(shape, stride)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return flat[: prod(shape)].view([shape[dim] for dim in order]).permute(back)
 
 
 def resized(inputs: StaticInputs, values: Sequence[Any], rows: int, *, shift: int = 0) -> list[Any]:
