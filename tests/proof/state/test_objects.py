@@ -92,6 +92,16 @@ def test_a_cache_holds_its_function_and_its_results() -> None:
     assert id(objects.results_of(cached)) not in held
 
 
+def test_what_a_cache_comes_to_hold_is_looked_at() -> None:
+    """However deep something lies there that nobody can compare."""
+    cached = functools.lru_cache(lambda make: make())
+    walk = StateWalk(cached)
+    cached(lambda: [[1.0]])
+    assert not walk.reaches_opaque()
+    cached(lambda: [[iter([1.0])]])
+    assert walk.reaches_opaque()
+
+
 WEIGHT = nn.Parameter(torch.ones(1))
 VALUES: dict[str, tuple[Any, bool]] = {
     "a weight": (WEIGHT, True),

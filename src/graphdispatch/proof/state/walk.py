@@ -53,7 +53,9 @@ class StateWalk(Traversal):
         self._parts: list[Any] = []
         """What each of them was made of, one after the other: they are many, and next to none changes."""
         self.has_opaque = False
-        """Whether it met something that nobody can compare, or a cache, which may come to hold such."""
+        """Whether it met something that nobody can compare."""
+        self._caches: list[Any] = []
+        """The caches of results that it met, which may come to hold such."""
         self.has_changer = False
         """Whether it met a compiled function by which code may change containers under no name:
         ``partial(queue.append, 1)``."""
@@ -98,6 +100,13 @@ class StateWalk(Traversal):
             if not issubclass(type(root), torch.Tensor):
                 walk.visit(root, ((), name))
         return walk if len(walk._seen) > len(self._seen) or walk.overflow else None
+
+    def reaches_opaque(self) -> bool:
+        """Whether it met something that nobody can compare, or a cache may have come to hold such."""
+        made = self.beyond(("", one) for cache in self._caches for one in objects.referents(cache))
+        if self.has_opaque or made is None:
+            return self.has_opaque
+        return bool(made.has_opaque or made.overflow) or any(map(objects.own_attributes, made.tensors))
 
     def change(self) -> str | None:
         """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
@@ -243,7 +252,8 @@ class StateWalk(Traversal):
         self._generators.append(snapshot.save_random(path, generator))
 
     def _note_instance(self, value: Any, path: Any) -> None:
-        self.has_opaque |= issubclass(type(value), objects.CACHES)
+        if issubclass(type(value), objects.CACHES):
+            self._caches.append(value)
 
     def _note_function(self, fn: types.FunctionType, path: Any) -> None:
         self._functions.append((fn, path))
@@ -252,7 +262,11 @@ class StateWalk(Traversal):
 
 
 class _WalkOfMade(StateWalk):
-    """A walk over what a call makes, as the break that gets it may change it: see ``beyond``."""
+    """A walk over what a call makes: see ``beyond``. A break that gets it may change it, and nobody sees what comes to
+    its caches."""
+
+    def _note_instance(self, value: Any, path: Any) -> None:
+        self.has_opaque |= issubclass(type(value), objects.CACHES)
 
     def _visit_tensor(self, tensor: torch.Tensor, path: Any) -> Edges:
         return ()

@@ -271,7 +271,7 @@ class CodeTrace(CodeNotes, CodeListener):
 
     def unseen(self) -> str | None:
         """What the runs may have changed or read that nobody can compare or put back, in words; or None."""
-        if self._unseen_call is not None or not self.walk.has_opaque:
+        if self._unseen_call is not None or not self.walk.reaches_opaque():
             return self._unseen_call
         notes = CodeNotes()
         notes.absorb(self)
