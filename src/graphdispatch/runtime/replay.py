@@ -5,7 +5,7 @@ there is a native core, ``run`` is that of ``native/core/plan.cpp``; the one her
 """
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import count
 from operator import call, itemgetter
 from threading import get_ident
@@ -19,7 +19,6 @@ from ..modes import EntryState
 from ..native import is_done_by_core
 from ..native.bound import CORE, in_core
 from ..stats import COUNTED_BY_HITS, MOST_ROWS, CUDAGraphStats, HitCounts
-from .outputs import WaysOut
 from .overlap import Spans, may_overlap_itself, share_memory
 from .windows import WINDOWS, storages_of
 
@@ -62,7 +61,10 @@ class ReplayPlan:
             reads_watch = is_done_by_core(entry.backend.is_capturing)
             facts = entry.uses_rng, bool(entry.mutated), entry.written is not None, entry.default_device is not None
             about = self._size, self.counts, inputs, self._watched, is_inline, reads_watch, *facts
-            self.native = CORE.Plan(self, entry, rows, *about, *entry.outputs.for_core(rows))
+            returned = entry.outputs.for_core(rows)
+            self.native = CORE.Plan(self, entry, rows, *about, *returned)
+        self._ways_out = None if self.native is not None and returned else entry.outputs.ways_out(rows)
+        """How Python returns the outputs; None where the core does, but for rare calls."""
 
     def clash(self, values: Sequence[Any]) -> str | None:
         """How the arguments of a call share memory that the graph writes, so that copies would not do; or None."""
@@ -152,18 +154,13 @@ class ReplayPlan:
 
     def take(self, values: Sequence[Any] | None) -> Any:
         """The outputs of the latest replay, given the values of the call or None. Call it with the pool's lock held."""
-        makers, build, returned = self._ways_out
+        makers, build, returned = self._ways_out or self._entry.outputs.ways_out(self.rows)
         if returned and values is not None:
             makers = [*makers]
             for place, position, shape in returned:
                 if values[position].shape == shape:
                     makers[place] = partial(itemgetter(position), values)
         return build(list(map(call, makers)))
-
-    @cached_property
-    def _ways_out(self) -> WaysOut:
-        """Found at the first replay whose outputs the core does not return."""
-        return self._entry.outputs.ways_out(self.rows)
 
     def _draw(self) -> None:
         with self._entry.backend.drawing():
