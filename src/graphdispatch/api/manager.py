@@ -439,7 +439,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
         if reason is not None and reason is not Reason.VERIFIED_NOW:
             raise ReplayError(f"{rows} rows in a graph of {size}: {detail or reason.text}")
         if reason is not None:
-            choice = Choice(Decision.eager(Reason.VERIFIED_NOW, rows), group, values, rows, size, entry)
+            choice = Choice(Decision.eager(Reason.VERIFIED_NOW, rows), group, values, size, entry)
             with torch.no_grad(), server.lock:
                 result = server.perform(choice)[1]
         else:

@@ -18,13 +18,12 @@ class Choice(NamedTuple):
     decision: Decision
     group: GraphGroup | None = None
     leaves: Sequence[Any] = ()
-    rows: int = 0
     size: int = 0
     """The size whose graph would serve the call; 0 if none can."""
     entry: CUDAGraphEntry | None = None
     matched: int = 0
-    """What the signature counts, by which hits are found: the rows, or the plain number of the lengths. ``rows`` has an
-    ``Extents`` in place of that, and the size of the graph where the call has no rows."""
+    """What the signature counts, by which hits are found: the rows, or the plain number of the lengths. The decision's
+    ``rows`` has an ``Extents`` in place of that, and the size of the graph where the call has no rows."""
     parts: Parts | None = None
     """The parts in which it is served; None where it is not."""
 
@@ -36,7 +35,7 @@ class Choice(NamedTuple):
 
     def not_served(self, reason: Reason, detail: str = "") -> "Choice":
         """The choice that no graph serves the call: by the reason it is captured, compared, or runs eagerly."""
-        return self._replace(decision=Decision.eager(reason, self.rows, detail))
+        return self._replace(decision=Decision.eager(reason, self.decision.rows, detail))
 
 
 def choose(graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], matched: int) -> Choice:
@@ -50,10 +49,10 @@ def choose(graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], matched: 
     """
     decision = group.decide(matched)
     if decision.is_eager:
-        choice = Choice(decision, group, leaves, matched, matched=matched)
+        choice = Choice(decision, group, leaves, matched=matched)
         return _in_parts(group, choice) if decision.reason is Reason.ABOVE_LARGEST_SIZE else choice
     entry = group.current(decision.size)
-    choice = Choice(decision, group, leaves, decision.rows, decision.size, entry, matched)
+    choice = Choice(decision, group, leaves, decision.size, entry, matched)
     if entry is None:
         return choice.not_served(*_without_graph(graphs, group, decision.size))
     reason, detail = _against_replay(graphs, group, leaves, decision.rows, entry)
@@ -64,9 +63,9 @@ def choose(graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], matched: 
 
 def _in_parts(group: GraphGroup, choice: Choice) -> Choice:
     """The choice to serve a batch that no graph can serve alone in parts; else as it was, with the reason."""
-    decision, parts = choice.decision, find_parts(group, choice.decision.rows, group.current)
+    decision, parts = choice.decision, find_parts(group, choice.decision.rows)
     if isinstance(parts, Parts):
-        if parts.entry.is_current() and parts.may_serve(choice.leaves) and parts.entry.fits_modes():
+        if parts.may_serve(choice.leaves) and parts.entry.fits_modes():
             return choice._replace(decision=parts.decision, entry=parts.entry, parts=parts)
         parts = "the call is unlike those that were compared, or a mode is active"
     detail = f"{decision.detail}; not in parts: {parts}" if parts else decision.detail

@@ -304,7 +304,7 @@ class GraphGroup:
             return None
         decision = self.decide(rows)
         if decision.reason is Reason.ABOVE_LARGEST_SIZE:
-            parts = find_parts(self, decision.rows, self.latest)
+            parts = find_parts(self, decision.rows)
             if isinstance(parts, str):
                 return None
             return Hit(parts.entry, parts, parts.decision, parts.entry.guard, parts.may_hit)
@@ -318,10 +318,6 @@ class GraphGroup:
             return self._stays(eager, rows, decision.size, _ALL_LOOKED_AT) if loss else None
         per_call = entry.per_call(decision.rows)
         return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard, per_call)
-
-    def latest(self, size: int) -> CUDAGraphEntry | None:
-        """The graph of a size that served last, or was captured last; hits look whether it is current."""
-        return next(iter(self.entries.get(size, ())), None)
 
     def shortest_ms(self) -> float:
         """What the fastest of its graphs takes, in milliseconds; infinite if none was timed."""

@@ -7,7 +7,7 @@ speaks for the whole batch, too, and where the graphs write nothing: then each r
 without rows depend on none, and are the same in all parts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -112,13 +112,12 @@ class Parts:
         return cut
 
 
-def find_parts(group: "GraphGroup", rows: int, graph_of: Callable[[int], CUDAGraphEntry | None]) -> Parts | str:
+def find_parts(group: "GraphGroup", rows: int) -> Parts | str:
     """The parts in which a batch above the largest size is served: full ones, and the rest; or why it is not.
 
     Args:
         group: The group of the call.
         rows: The number of the batch.
-        graph_of: The graph of a size, if there is one that may be used.
     """
     table, gain, axes = group.route.table, group.gain, group.inputs.axes
     if not group.route.serves_parts:
@@ -126,7 +125,7 @@ def find_parts(group: "GraphGroup", rows: int, graph_of: Callable[[int], CUDAGra
     own, largest = lengths_of(axes, rows), lengths_of(axes, table.largest)
     if own[0] > MOST_PARTS * largest[0] or own[1:] > largest[1:]:
         return f"more than {MOST_PARTS} of them, or longer than the longest"
-    parts = _parts_of(group, own, largest[0], graph_of)
+    parts = _parts_of(group, own, largest[0])
     if isinstance(parts, str):
         return parts
     if why := next(filter(None, (_objection(part.entry, rows, part.rows) for part in parts)), ""):
@@ -140,16 +139,14 @@ def find_parts(group: "GraphGroup", rows: int, graph_of: Callable[[int], CUDAGra
     return f"{found.text} it takes {milliseconds(ms)}, and an eager run {milliseconds(eager_s * 1e3)}"
 
 
-def _parts_of(
-    group: "GraphGroup", lengths: Sequence[int], most: int, graph_of: Callable[[int], CUDAGraphEntry | None]
-) -> list[Part] | str:
+def _parts_of(group: "GraphGroup", lengths: Sequence[int], most: int) -> list[Part] | str:
     """The parts of a batch, of ``most`` rows each but for the last one; or why there are none."""
     parts, axes = list[Part](), group.inputs.axes
     for first in range(0, lengths[0], most):
         count = min(most, lengths[0] - first)
         part = pack(axes, (count, *lengths[1:]))
         # The graph of a single row may be of a path of its own, on which nothing is shown of others.
-        entry = graph_of(group.decide(pack(axes, (max(count, 2), *lengths[1:]))).size)
+        entry = group.current(group.decide(pack(axes, (max(count, 2), *lengths[1:]))).size)
         if entry is None:
             return f"no graph is there for {part} rows"
         if parts and entry.default_device != parts[0].entry.default_device:

@@ -303,7 +303,7 @@ class Server:
             return Choice(Decision.eager(found.reason, detail=found.detail))
         if not has_backend and (closed := self.closed(route)) is not None:  # by the backend that this call has chosen
             group, leaves, rows = found
-            return Choice(Decision.eager(closed, rows), group, leaves, rows, matched=rows)
+            return Choice(Decision.eager(closed, rows), group, leaves, matched=rows)
         choice = choose(self.graphs, *found)
         if gradients and choice.trains:  # by what its code was seen to read
             return Choice(Decision.eager(Reason.NEEDS_GRADIENTS))
@@ -330,11 +330,11 @@ class Server:
         """
         group, entry, reason = choice.group, choice.entry, choice.decision.reason
         if group is not None and reason is Reason.CAPTURED_NOW:
-            capture = partial(self.graphs.capture, group, choice.leaves, choice.rows, choice.size)
+            capture = partial(self.graphs.capture, group, choice.leaves, choice.decision.rows, choice.size)
             return True, self.after_eager(choice, capture)
         if group is None or entry is None or not (reason.is_graph or reason is Reason.VERIFIED_NOW):
             return False, choice
-        batch = group, choice.leaves, choice.rows, entry
+        batch = group, choice.leaves, choice.decision.rows, entry
         if reason is Reason.VERIFIED_NOW:
             return True, self.after_eager(choice, partial(self.graphs.verify, *batch))
         if entry.state is EntryState.CAPTURED and entry.replay_count == MOST_ALIKE - 1:
@@ -350,7 +350,7 @@ class Server:
             if choice.parts is not None:
                 answer = choice.parts.run(choice.leaves, self.stats)
             else:
-                answer = self.observed(entry, choice.rows, choice.leaves)
+                answer = self.observed(entry, choice.decision.rows, choice.leaves)
         except ReplayError as error:
             if error.had_effects:
                 raise
@@ -380,7 +380,7 @@ class Server:
         if entry is not None and not decision.is_eager:
             assert choice.group is not None
             gain = choice.group.gain if choice.parts is None else None
-            parts += [gain.text(entry, choice.rows) if gain is not None else "", entry.graph.describe()]
+            parts += [gain.text(entry, choice.decision.rows) if gain is not None else "", entry.graph.describe()]
         return "; ".join(filter(None, parts))
 
     def preview(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
@@ -398,15 +398,15 @@ class Server:
     def after_eager(self, choice: Choice, work: Callable[[], CaptureResult]) -> Any:
         """Capture or compare a graph by ``work()``, then count and return the call's eager answer."""
         decision = choice.decision
-        self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)  # if it does
+        self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.decision.rows)  # if it does
         try:
             assert choice.group is not None
             result = self.graphs.budget.pay(work, choice.group.work_for(choice.entry, choice.size))
         except BaseException:
-            self.stats.record_eager(Reason.CALL_RAISED, choice.rows)
+            self.stats.record_eager(Reason.CALL_RAISED, choice.decision.rows)
             raise
         if result.reason is not decision.reason:
-            decision = Decision.eager(result.reason, choice.rows, result.detail)
+            decision = Decision.eager(result.reason, choice.decision.rows, result.detail)
         self.count_eager(decision, result.error)
         self.local.decision = decision
         answer, error, result.error = result.answer, result.error, None
@@ -414,7 +414,7 @@ class Server:
             clear_frames(error.__traceback__)
             error = error.__cause__
         if result.entry is not None:
-            answer = result.entry.outputs.with_values(answer, choice.rows)
+            answer = result.entry.outputs.with_values(answer, choice.decision.rows)
         return self.graphs.give(answer)
 
     @property
