@@ -92,13 +92,21 @@ def test_a_cache_holds_its_function_and_its_results() -> None:
     assert id(objects.results_of(cached)) not in held
 
 
-def test_what_a_cache_comes_to_hold_is_looked_at() -> None:
-    """However deep something lies there that nobody can compare."""
+def with_attribute() -> torch.Tensor:
+    """A tensor that holds an iterator."""
+    tensor = torch.ones(1)
+    tensor.held = iter([1.0])  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.parametrize("make", [lambda: [[iter([1.0])]], with_attribute, lambda: functools.lru_cache(len)])
+def test_what_a_cache_comes_to_hold_is_looked_at(make: Callable[[], Any]) -> None:
+    """However deep something lies there that nobody can compare, or a cache that may come to hold such."""
     cached = functools.lru_cache(lambda make: make())
     walk = StateWalk(cached)
     cached(lambda: [[1.0]])
     assert not walk.reaches_opaque()
-    cached(lambda: [[iter([1.0])]])
+    cached(make)
     assert walk.reaches_opaque()
 
 

@@ -103,7 +103,7 @@ class StateWalk(Traversal):
 
     def reaches_opaque(self) -> bool:
         """Whether it met something that nobody can compare, or a cache may have come to hold such."""
-        made = self.beyond(("", one) for cache in self._caches for one in objects.referents(cache))
+        made = self.beyond(("", objects.referents(cache)) for cache in self._caches)
         if self.has_opaque or made is None:
             return self.has_opaque
         return bool(made.has_opaque or made.overflow) or any(map(objects.own_attributes, made.tensors))
