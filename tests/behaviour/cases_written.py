@@ -21,7 +21,6 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -220,7 +219,6 @@ answer("memory_freed", reason=Reason.CAPTURE_UNSAFE, row=True)(
     "shape",
 )
 write("python_queue", row=True)(list, lambda o, x: o.append(len(x) > 0))
-write("attribute of an entry")(lambda: Box(c=[Box(k=None)]), lambda o, x: setattr(o.c[0], "k", x[0] * 1))
 write("never read")(lambda: Box(c=Box()), lambda o, x: setattr(o.c, "hidden", x[0] * 1))
 write("attribute that goes")(lambda: Box(calls=1), comes_and_goes)
 write("attribute of a class that comes")(
@@ -315,9 +313,6 @@ write("list in a context variable")(
 )
 write("attribute of a computed name, by a method")(Keeps, lambda o, x: o.put(o.count + len(x)), lambda o: o.count)
 write("deque of a class of its own")(lambda: OwnDeque([9]), lambda o, _: o.append(1), lambda o: (list(o), o.calls))
-write("attribute of a computed name")(
-    lambda: Box(count=0), lambda o, _: setattr(o, "".join(["co", "unt"]), vars(o)["".join(["co", "unt"])] + 1)
-)
 write("name of a text")(
     lambda: namespace("count = 0"),
     lambda o, _: exec(compile("count = count + 1", "text", "exec"), o),
@@ -347,27 +342,12 @@ write("name of a function")(
     lambda: copy_of(function), lambda o, _: setattr(o, "__name__", f"{o.__name__}x"), "__name__"
 )
 write("first attribute of a function")(lambda: copy_of(function), calls, vars)
-write("context that decorates")(
-    lambda: Entered()(abs), lambda o, _: o(-1), lambda o: o.__closure__[1].cell_contents.calls
-)
 for name, make, take in (
     ("default", lambda: lambda counts=[0]: counts, lambda fn: fn.__defaults__[0]),
     ("closure", lambda: (lambda counts: lambda: counts)([0]), lambda fn: fn.__closure__[0].cell_contents),
 ):
     write(f"{name} of a function that does not run")(make, lambda o, _, take=take: count(take(o), _), take)
     write(f"{name} of a function that runs")(make, lambda o, _: count(o(), _), take)
-
-
-class Entered(ContextDecorator):
-    """Counts how often it was entered."""
-
-    calls = 0
-
-    def __enter__(self) -> None:
-        calls(self)
-
-    def __exit__(self, *_: object) -> None:
-        """It gives nothing back."""
 
 
 def next_factory(table: Any) -> None:

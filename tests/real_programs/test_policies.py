@@ -1,6 +1,5 @@
 """Policies of Stable-Baselines3 and tensordict: what keeps its last distribution, or writes its input, is refused."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,17 +22,6 @@ def served(policy: Callable[..., Any], width: int, **how: Any) -> gd.Graphed[...
     return step
 
 
-def test_a_policy_of_values_is_served() -> None:
-    """DQN takes the best action, and keeps nothing."""
-    sb3 = pytest.importorskip("stable_baselines3")
-    policy = sb3.DQN("MlpPolicy", "CartPole-v1", device="cpu").policy.eval()
-
-    def act(obs: torch.Tensor) -> torch.Tensor:
-        return policy._predict(obs, deterministic=True)  # type: ignore[no-any-return]
-
-    assert served(act, 4).stats.hits >= 4
-
-
 def test_a_policy_that_keeps_its_distribution_is_refused() -> None:
     """PPO's module holds the last distribution, which a replay would leave as it was; the reason names it."""
     sb3 = pytest.importorskip("stable_baselines3")
@@ -41,20 +29,6 @@ def test_a_policy_that_keeps_its_distribution_is_refused() -> None:
     step = served(policy, 4, deterministic=True)
     assert step.last_decision.reason is gd.Reason.STATE_REBOUND
     assert "action_dist.distribution" in step.last_decision.explain()
-
-
-def test_the_network_of_that_policy_is_served_where_it_is() -> None:
-    """All of its layers are in the extractor and the two heads; the distribution stays outside."""
-    sb3 = pytest.importorskip("stable_baselines3")
-    policy = sb3.PPO("MlpPolicy", "CartPole-v1", device="cpu", n_steps=64).policy.eval()
-    expected = copy.deepcopy(policy)
-    options = gd.CUDAGraphOptions(capture_share=None)
-    handle = gd.attach(policy.mlp_extractor, dynamic={"features": 0}, sizes=(4, 8), options=options)
-    with torch.inference_mode():
-        for rows in ROWS:
-            obs = torch.randn(rows, 4)
-            torch.testing.assert_close(policy(obs, deterministic=True), expected(obs, deterministic=True))
-    assert handle.stats.hits >= 4
 
 
 def test_a_module_that_writes_into_a_tensordict_is_refused() -> None:

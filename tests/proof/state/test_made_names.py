@@ -14,7 +14,7 @@ from tests.helpers import check_rows, make
 FILES = {
     "config": "FACTOR = 2.0\nSCALE_a = 2.0\n",
     "sub/mod": """
-        from .. import config, sub
+        from .. import config
         from . import parent as _
         from .. import aside as _
 
@@ -22,10 +22,6 @@ FILES = {
 
         class Inner:
             scale = 2.0
-
-        class Held:
-            class small:
-                count = 0
 
         held = Inner()
 
@@ -44,9 +40,6 @@ FILES = {
         def passed(x):
             return x * get(config, "_".join(["SCALE", "a"]))
 
-        def nested(x):
-            return x * get(sub.parent.held, "".join(["conf", "ig"]), "_".join(["SCALE", "a"]))
-
         def later(x):
             return x * get(config, "_".join(["SCALE", "b"]))
 
@@ -64,10 +57,6 @@ FILES = {
         def beside(x, of=keeps):
             import user_package.aside
             return x * getattr(of.held, KEY)
-
-        def counts(x):
-            Held.small.count += 1
-            return x * 2
     """,
     "aside": "import threading\nlocal = threading.local()\n",
     "sub/parent": "import user_package as held\n",
@@ -93,7 +82,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "parent": lambda m: setattr(m.config, "FACTOR", 5.0),
     "whole": lambda m: setattr(m.config, "SCALE_a", 5.0),
     "passed": lambda m: setattr(m.config, "SCALE_a", 5.0),
-    "nested": lambda m: setattr(m.config, "SCALE_a", 5.0),
     "later": lambda m: setattr(m.config, "SCALE_b", 5.0),
     "kept": lambda m: setattr(m.config, "SCALE_a", 5.0),
     "beside": lambda m: setattr(m.keeps.held, "scale", 5.0),
@@ -114,13 +102,6 @@ def test_modules_beside_do_not_count(made: ModuleType) -> None:
     step = make(made.beside)
     check_rows(step, *[4] * 6)
     assert step.stats.hits
-
-
-def test_a_class_in_a_class_counts_once(made: ModuleType) -> None:
-    """The runs of captures are undone there, too."""
-    step = make(made.counts)
-    check_rows(step, *[4] * 6)
-    assert made.Held.small.count == 12  # six of them eager's own
 
 
 def test_lazy_modules_of_libraries_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
