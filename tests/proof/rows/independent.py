@@ -67,36 +67,10 @@ def added_experts(x: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add_(0, row, y)
 
 
-def weights_by_choice(x: Tensor) -> Tensor:
-    """Each row takes the weights of its experts."""
-    weights, chosen = (x @ ROUTER).softmax(-1).topk(K, -1)
-    return (torch.einsum("nd,nkdo->nko", x, EXPERTS[chosen]) * weights[..., None]).sum(1)
-
-
-def best_of_two(x: Tensor) -> Tensor:
-    """The best expert, and the best of the others, are chosen one by one."""
-    scores = (x @ ROUTER).softmax(-1)
-    one = scores.max(-1, keepdim=True)
-    other = scores.scatter(-1, one.indices, -1.0).max(-1, keepdim=True)
-    chosen = torch.cat((one.indices, other.indices), -1).reshape(-1)
-    order = chosen.argsort()
-    y = F.grouped_mm(x[order // K].bfloat16(), EXPERTS.bfloat16(), offs=bounds_of(chosen)).float()
-    return written_places(y, order).view(x.shape[0], K, D).sum(1)
-
-
-def all_experts(x: Tensor) -> Tensor:
-    """Each expert computes each row."""
-    values, places = (x @ W).softmax(-1).topk(2, -1)
-    return sum(x @ W * ((places == e) * values).sum(-1, keepdim=True) for e in range(D))  # type: ignore[return-value]
-
-
 MIXTURES: dict[str, Any] = {
     "put back by a second sort": mixture,
     "put back by written places": lambda x: mixture(x, back=written_places),
     "added": added_experts,
-    "weights by choice": weights_by_choice,
-    "best of two": best_of_two,
-    "all experts": all_experts,
 }
 
 # Other models, and parts of them.
@@ -253,12 +227,6 @@ MASKED: dict[str, Any] = {
 }
 
 
-def grouped_heads(x: Tensor) -> Tensor:
-    """A group norm, and as many heads as the batch of the run has rows."""
-    normed = F.group_norm(x, 3)
-    return normed + x.mean((1, 2, 3)).view(-1, 1, 1, 1).expand(-1, 7, -1, -1).sum(1, keepdim=True)
-
-
 IMAGES: dict[str, Any] = {
     "convolution": nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 2)
@@ -267,7 +235,6 @@ IMAGES: dict[str, Any] = {
     "larger": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
     "channels moved": lambda x: F.channel_shuffle(x, 3),
     "patches": lambda x: x.reshape(x.shape[0], 3, 2, 4, 2, 4).permute(0, 2, 4, 3, 5, 1).reshape(x.shape[0], 4, 48),
-    "a group norm beside heads": grouped_heads,
 }
 LINES: dict[str, Any] = {
     "convolution": nn.Conv1d(D, 4, 3, padding=1).eval(),

@@ -10,7 +10,6 @@ import operator
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,24 +67,6 @@ def is_nested_int(n: Any) -> Any:
     return n.node
 
 
-class Lookup(nn.Module):
-    """Picks a layer by the number of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({"3": nn.Linear(D, D), "other": nn.Linear(D, D)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        key = str(x.shape[0])
-        return self.layers[key if key in self.layers else "other"](x)  # type: ignore[no-any-return]
-
-
-@lru_cache
-def cached(n: int) -> float:
-    """A number for each number of rows."""
-    return float(n == 3)
-
-
 def viewed(x: Tensor) -> Tensor:
     """Only some numbers of rows can be seen so."""
     try:
@@ -131,9 +112,7 @@ def iterated(x: Tensor) -> Tensor:
 PATHS: dict[str, Any] = {
     "if n == 3": where(lambda n: n == 3),
     "n in a set": where(lambda n: n in {3, 9}),
-    "n of a dict": lambda x: x * {3: 2.0}.get(x.shape[0], 1.0),
-    "n of a cache": lambda x: x * cached(x.shape[0]),
-    "text of n": Lookup(),
+    "text of n": where(lambda n: str(n) == "3"),
     "text by a format": where(lambda n: f"{n:03d}" == "003"),
     "deepcopy of n": where(lambda n: copy.deepcopy([n]) == [3]),
     "n beside NumPy's": where(lambda n: np.int64(3) == n),
@@ -152,7 +131,6 @@ PATHS: dict[str, Any] = {
     "a node": tried(is_nested_int),
     "caught view": viewed,
     "numel": lambda x: x + 1 if x.numel() == 3 * D else x,
-    "len": lambda x: x + 1 if len(x) == 3 else x,
     "stride of a transpose": lambda x: x + 1 if x.t().contiguous().stride(0) == 3 else x,
     "storage offset": lambda x: x + x.T[:, x.shape[0] - 1 :].storage_offset(),
     "is_same_size": lambda x: x + 1 if torch.is_same_size(x, torch.empty(3, D)) else x,
@@ -238,15 +216,6 @@ def in_thread(x: Tensor) -> Tensor:
         return x + pool.submit(lambda: x.mean(0)).result()
 
 
-def backwards(x: Tensor) -> Tensor:
-    """A gradient of all rows."""
-    with torch.enable_grad():
-        weight = V.clone().requires_grad_()
-        (x * weight).sum().backward()
-    assert weight.grad is not None
-    return x + weight.grad
-
-
 class Subclass(Tensor):
     """Looks like a tensor, and does as it likes."""
 
@@ -311,7 +280,6 @@ MIXES: dict[str, Any] = {
     "random rows": lambda x: x * torch.rand(x.shape[0], 1),
     "dropout": F.dropout,
     "thread": in_thread,
-    "backward": backwards,
     "gradient of a mean": lambda x: x + torch.func.grad(lambda y: y.mean(0).pow(2).sum())(x),
     "vmap over columns": lambda x: torch.func.vmap(lambda r: r - r.max())(x.T.contiguous()).T,
     "custom operator": mix,
@@ -473,23 +441,10 @@ class State(nn.Module):
         return x + self.kept[:3].sum(0) if self.reads else x * 2
 
 
-class Norm(nn.Module):
-    """Its answer does not show what it does to its state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.norm(x)
-        return x * 2
-
-
 STATE: dict[str, Any] = {
     "kept rows": State(lambda kept, x: kept[: x.shape[0]].copy_(x), reads=True),
     "a sum": State(lambda kept, x: kept[0].add_(x.sum(0))),
     "the last row": State(lambda kept, x: kept[0].copy_(x[-1])),
-    "statistics": Norm(),
 }
 """Programs whose state follows all rows."""
 
