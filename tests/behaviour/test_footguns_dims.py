@@ -132,6 +132,18 @@ def test_sequence_mixed_where_masks_differ(
     assert step.last_decision.reason is Reason.ROWS_MIX
 
 
+def test_sequence_mixed_where_lengths_differ() -> None:
+    """The zeros of a mask made of lengths hide that padding holds zeros, until a row is as long as the batch."""
+
+    def maximum(x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return (x * (torch.arange(x.shape[1]) < length[:, None])[..., None]).amax(1)
+
+    step = make(maximum, dynamic={"x": DIMS, "length": {0: "batch"}}, sizes=[4])
+    batches = [(torch.randn(4, n, 3) - 2, torch.full((4,), longest)) for n, longest in ((8, 7), (5, 4), (5, 3), (5, 5))]
+    check_calls(step, *batches, **NEAR)
+    assert step.last_decision.reason is Reason.ROWS_MIX
+
+
 def test_sequence_of_ids_mixed_at_some_lengths() -> None:
     """Ids that name places are replaced by others of the batch."""
     step = make(lambda ids: _blocks(TABLE[ids]), dynamic={"ids": DIMS}, sizes=[4])
@@ -212,7 +224,7 @@ def test_sequence_mixed_by_integer() -> None:
     """LIMIT: an integer without the sequence opens a gate that all early batches shut."""
 
     def fn(x: torch.Tensor, task: torch.Tensor) -> torch.Tensor:
-        return torch.where(task[:, None] == 0, x[:, 0], x.mean(1))
+        return torch.where(task[:, None] == 1, x.mean(1), x[:, 0])
 
     step = make(fn, dynamic={"x": DIMS, "task": {0: "batch"}}, sizes=[4])
     check_calls(step, *((torch.randn(4, 5, 3), torch.zeros(4, dtype=torch.long)) for _ in range(4)), **NEAR)

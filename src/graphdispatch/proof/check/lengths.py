@@ -26,8 +26,8 @@ Note [what a length hides]
     graph of a longer one. A count of the elements of a length is that of the graph, whatever padding holds, and may
     matter at some lengths alone. So eager runs each of these batches, and a replay must give the same. Another length
     may decide which elements meet padding, as in causal attention to another sequence. So padding is replaced before
-    the longest along the other axes, too. The masks of a batch may hide the elements that meet padding. So it is
-    replaced behind elements that masks show, too.
+    the longest along the other axes, too. The masks of a batch, or the lengths of its rows, may hide the elements that
+    meet padding. So it is replaced behind elements that they show, too.
 """
 
 import math
@@ -138,16 +138,20 @@ class PaddingReplays:
         for rows in (self._rows, *self._others):
             name = f" of {extents_text(self._request.inputs.axes, rows)}" if rows != self._rows else ""
             given = batch_of(self._request, rows)
-            shown = list(map(self._shown, range(len(given)), given))
+            shown = [self._shown(index, value, rows) for index, value in enumerate(given)]
             yield name, rows, given
             if not all(map(bits_equal, given, shown)):
                 yield name, rows, shown
 
-    def _shown(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """An argument that hides no element: of a mask ones, of one with a given pad value other numbers than that."""
-        spec = self._specs[index]
-        if not spec.is_pad_given:
-            return torch.ones_like(value) if _is_mask(self._arguments[index]) else value
+    def _shown(self, index: int, value: torch.Tensor, rows: int) -> torch.Tensor:
+        """An argument that hides no element: of a mask ones; of integers of rows, which may be lengths, the shortest of
+        the batch; of one with a given pad value other numbers than that."""
+        spec, lengths = self._specs[index], lengths_of(self._request.inputs.axes, rows)[1:]
+        if not spec.is_pad_given and _is_mask(self._arguments[index]):
+            return torch.ones_like(value)
+        is_of_rows = [axis for _, axis in spec.spans] == [self._request.inputs.axes[0]]
+        if spec.is_integer and is_of_rows and lengths and takes_any_value(spec, self._operators):
+            return torch.full_like(value, min(*lengths, torch.iinfo(value.dtype).max))
         for pad in spec.pads:
             if pad.fill is not None and (others := value[value != pad.fill]).numel():
                 value = value.masked_fill(value == pad.fill, others[0])
