@@ -162,9 +162,10 @@ def test_a_call_that_interrupts_the_work_on_graphs_runs_eagerly(monkeypatch: pyt
         step(x, 1.0)
     found = []
 
-    def interrupted(*args: Any) -> Any:
-        found.append((step(x, 2.0), step.last_decision.reason))
-        return retire(*args)
+    def interrupted(entries: Any, reason: Any) -> Any:
+        if entries:
+            found.append((step(x, 2.0), step.last_decision.reason))
+        return retire(entries, reason)
 
     model.weight.data = model.weight.data * 2
     with monkeypatch.context() as patch:

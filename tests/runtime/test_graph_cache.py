@@ -104,7 +104,7 @@ class Cache(RuleBasedStateMachine):
             victims[0].release()
             return
         assert [victim.entry for victim in victims if victim.reason is EvictionReason.REPLACED] == [old] * bool(old)
-        assert old is None or self.cache.retire(old, EvictionReason.DROPPED) == []  # it is gone already
+        assert old is None or self.cache.retire([old], EvictionReason.DROPPED) == []  # it is gone already
         self.let_go(victims)
         self.held[key] = new
 
@@ -142,7 +142,7 @@ class Cache(RuleBasedStateMachine):
         """Taken out as an eviction."""
         held = self.held.get(key)
         if held is not None:
-            self.let_go(self.cache.retire(held, EvictionReason.STALE))
+            self.let_go(self.cache.retire([held], EvictionReason.STALE))
             assert key not in self.held
 
     @invariant()

@@ -96,9 +96,8 @@ class CUDAGraphRegistry(Lifecycle):
 
     def _rearm(self, reason: EvictionReason) -> None:
         super()._rearm(reason)
-        for entry in self._graph_cache:  # of callables that are remembered no more
-            for victim in self._graph_cache.retire(entry, reason):
-                victim.release()
+        for victim in self._graph_cache.retire(self._graph_cache, reason):  # of callables that are remembered no more
+            victim.release()
         if reason is EvictionReason.ASLEEP:
             self._forget_callables()
 

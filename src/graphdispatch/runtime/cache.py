@@ -171,10 +171,10 @@ class GraphCache:
         with self._lock:
             self._entries.pop(entry, None)
 
-    def retire(self, entry: CUDAGraphEntry, reason: EvictionReason) -> list[Victim]:
-        """Take out an entry, if it is here, so that its release counts as an eviction."""
+    def retire(self, entries: Iterable[CUDAGraphEntry], reason: EvictionReason) -> list[Victim]:
+        """Take out those of the entries that are here, so that their release counts as an eviction."""
         with self._lock:
-            return self._pop([Victim(self, entry, reason)])
+            return self._pop([Victim(self, entry, reason) for entry in entries])
 
     def _pop(self, victims: list[Victim]) -> list[Victim]:
         """Take out those that are here, and return them."""

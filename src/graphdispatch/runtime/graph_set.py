@@ -164,8 +164,7 @@ class GraphSet:
 
     def forget(self, group: GraphGroup) -> None:
         """Let go of a group, with its graphs and static inputs."""
-        for entry in group.all_entries:
-            self.release(self.cache.retire(entry, EvictionReason.DROPPED))
+        self.release(self.cache.retire(group.all_entries, EvictionReason.DROPPED))
         self.groups.pop(group.key, None)
         group.route.remove(group)
 
@@ -300,7 +299,7 @@ class GraphSet:
         if entry.gain is not None and group.gain is not None:
             group.gain.times.note(entry.size, entry.gain.eager_ms / 1e3)
         displaced = group.keep(entry)
-        self.release([*victims, *(v for other in displaced for v in self.cache.retire(other, EvictionReason.STALE))])
+        self.release([*victims, *self.cache.retire(displaced, EvictionReason.STALE)])
         return result
 
     def verify(
@@ -339,7 +338,7 @@ class GraphSet:
         may_change = self.capturer.may_pad_otherwise and group.route.entry is None
         if rows == size or not (is_raised and may_change) or not group.signature.pad_with_copies():
             return result
-        self.release([one for entry in group.all_entries for one in self.cache.retire(entry, EvictionReason.STALE)])
+        self.release(self.cache.retire(group.all_entries, EvictionReason.STALE))
         group.failures.clear()
         group.inputs = self._shared_inputs(group.signature, group.inputs.capacity)
         return replace(result, detail=f"{result.detail}; from now on padding rows are copies of the last row")
@@ -381,12 +380,15 @@ class GraphSet:
         return result if result.entry is None else None
 
     def release(self, victims: Sequence[Victim]) -> None:
-        """Let go of entries that left the cache; waits for calls that use them. Another set forgets its own when it is
-        next refreshed."""
+        """Let go of entries that left the cache, and forget all that were released, by whichever owner of it; waits for
+        calls that use them."""
         with self.lock:
             for victim in victims:
                 victim.release()
-            self.drop_released()
+            for group in list(self.groups.values()):
+                for entry in group.all_entries:
+                    if entry.is_released:
+                        group.drop(entry)
 
     def remove(self, group: GraphGroup, size: int) -> bool:
         """Release the graphs of one size of a group, which is no eviction; whether there were some. Takes the lock."""
@@ -404,16 +406,9 @@ class GraphSet:
 
         Other graphs that do not fit the present state stay for when it comes back; until it changes, they cost nothing.
         """
-        self.drop_released()
-        guards = set[Guard]()
-        for group in list(self.groups.values()):
-            for entry in group.all_entries:
-                if group.route.entry is None and entry.workspaces is not None and not entry.workspaces.holds():
-                    self.release(self.cache.retire(entry, EvictionReason.STALE))
-                elif group.route.entry is None and entry.guard is not None:
-                    guards.add(entry.guard)
-        if not guards:
-            return
+        moved = [one for one in self.entries() if one.workspaces is not None and not one.workspaces.holds()]
+        self.release(self.cache.retire(moved, EvictionReason.STALE))
+        guards = {entry.guard for entry in self.entries() if entry.guard is not None}
         present = {guard: guard.holds() for guard in guards if not guard.is_broken}
         reached = self._guards.get(False)
         if present and all(present.values()) and (reached is None or reached.holds()):
@@ -432,16 +427,9 @@ class GraphSet:
             for guard in guards
             if guard.is_broken and (guard.has_moved() or not guard.within(self.present_guard()))
         }
-        for entry in self.entries() if gone else ():
-            if entry.guard in gone:
-                self.release(self.cache.retire(entry, EvictionReason.STALE))
-
-    def drop_released(self) -> None:
-        """Forget the entries that were released, by whichever owner of the cache."""
-        for group in list(self.groups.values()):
-            for entry in group.all_entries:
-                if entry.is_released:
-                    group.drop(entry)
+        if gone:
+            unfit = [entry for entry in self.entries() if entry.guard in gone]
+            self.release(self.cache.retire(unfit, EvictionReason.STALE))
 
     def _replace(self, guard: Guard, renewed: Guard) -> None:
         """Have graphs guarded by another guard of the same state."""
@@ -465,7 +453,7 @@ class GraphSet:
             for group in list(self.groups.values()):
                 group.failures.clear()
                 group.hits.clear()
-            self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason)])
+            self.release(self.cache.retire(self.entries(), reason))
             self._guards.clear()
             self._trim()
 
