@@ -1,5 +1,6 @@
 """Batches above the largest size, which several graphs serve in parts where that takes less time than eager."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -168,13 +169,14 @@ def test_a_larger_batch_is_served_in_parts_that_take_less_time_than_eager(
 
 
 def test_a_larger_batch_runs_eagerly_until_that_is_timed() -> None:
-    """Unless parts take less than an eager run of the largest size."""
+    """Unless parts take less than an eager run of the largest size, or nobody timed their graphs."""
     step = judged(model_of(nn.GELU()), {4: 9.0, 8: 10.0}, {4: 4.0, 8: 6.0})
     assert check(step, 12) == [Reason.ABOVE_LARGEST_SIZE]
     timed(step, {4: 9.0, 8: 10.0, 12: 14.0}, {4: 4.0, 8: 6.0})
     assert check(step, 12) == [Reason.IN_PARTS]
-    timed(step, {4: 9.0, 8: 10.0}, {4: 2.0, 8: 4.0})
-    assert check(step, 12) == [Reason.IN_PARTS]
+    for replay_ms in ({4: 2.0, 8: 4.0}, {4: 2.0, 8: math.inf}):
+        timed(step, {4: 9.0, 8: 10.0}, replay_ms)
+        assert check(step, 12) == [Reason.IN_PARTS]
 
 
 def test_a_batch_that_its_graph_slows_is_not_looked_at_at_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,10 +319,6 @@ class GraphGroup:
         per_call = entry.per_call(decision.rows)
         return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard, per_call)
 
-    def shortest_ms(self) -> float:
-        """What the fastest of its graphs takes, in milliseconds; infinite if none was timed."""
-        return min((entry.replay_ms for entries in self.entries.values() for entry in entries), default=math.inf)
-
     def work_for(self, entry: CUDAGraphEntry | None, size: int) -> Work:
         """What a call would pay for that compares this entry, or captures one of ``size`` where there is none."""
         if entry is not None:

@@ -7,6 +7,7 @@ speaks for the whole batch, too, and where the graphs write nothing: then each r
 without rows depend on none, and are the same in all parts.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -133,8 +134,9 @@ def find_parts(group: "GraphGroup", rows: int) -> Parts | str:
     found = Parts(group, rows, parts)
     # A larger batch takes at least what the largest graph's takes, until three eager runs of it were timed.
     like = table.largest if gain is not None and not gain.times.is_sure(rows) else rows
-    eager_s, ms = gain.times.expected_s(like) if gain is not None else None, _expected_ms(parts)
-    if eager_s is None or ms <= min(_MOST_OF_EAGER * eager_s * 1e3, eager_s * 1e3 - _LEAST_GAIN_MS):
+    eager_s = gain.times.expected_s(like) if gain is not None else None
+    ms = sum(part.entry.replay_ms + _A_PART_MS for part in parts)  # infinite if a replay of one was never timed
+    if eager_s is None or ms == math.inf or ms <= min(_MOST_OF_EAGER * eager_s * 1e3, eager_s * 1e3 - _LEAST_GAIN_MS):
         return found
     return f"{found.text} it takes {milliseconds(ms)}, and an eager run {milliseconds(eager_s * 1e3)}"
 
@@ -153,11 +155,6 @@ def _parts_of(group: "GraphGroup", lengths: Sequence[int], most: int) -> list[Pa
             return "its graphs were captured under other default devices"
         parts.append(Part(entry, first, part))
     return parts
-
-
-def _expected_ms(parts: Sequence[Part]) -> float:
-    """What parts take, in milliseconds; infinite if a replay of one was never timed."""
-    return sum(part.entry.replay_ms + _A_PART_MS for part in parts)
 
 
 def _objection(entry: CUDAGraphEntry, rows: int, part: int) -> str:
