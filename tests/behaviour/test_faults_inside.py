@@ -99,16 +99,6 @@ def test_failed_captures_leave_nothing(faults: Faults, point: str, times: int) -
     assert step._graph_cache.pool.nbytes == 0
 
 
-def test_prewarm_goes_on_after_a_size_that_fails(faults: Faults) -> None:
-    """The other sizes are captured; the collector is not left frozen."""
-    step = make(sizes=(3, 5))
-    faults.set("end", 1)
-    with nothing_left_behind(step):
-        step.prewarm(torch.randn(3, 3))
-    assert [entry.size for entry in step.entries] == [3]
-    assert check_rows(step, 5) == [Reason.CAPTURE_FAILED]
-
-
 def test_a_recording_that_nobody_watches_may_fail(faults: Faults) -> None:
     """As that of a further size after a warm-up of its own: the reason is the error's."""
     step = make(sizes=(3, 5), options=CUDAGraphOptions(warmup_iterations=2))

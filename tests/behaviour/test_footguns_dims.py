@@ -168,34 +168,31 @@ def test_sequence_mixed_in_longer_graphs() -> None:
     assert reason(step, torch.randn(4, 10, 3)) is Reason.ROWS_MIX
 
 
-def test_sequence_mixed_before_another_length() -> None:
-    """A place that only another, longer sequence has meets padding: early calls have that shorter."""
+def _across(x: torch.Tensor, y: torch.Tensor, group: int) -> torch.Tensor:
+    """Attention of one sequence to another, whose place is no later than that of the group."""
+    sees = torch.arange(x.shape[1])[:, None] // group >= torch.arange(y.shape[1])[None]
+    return (x @ y.transpose(1, 2)).masked_fill(~sees, -1e9).softmax(2) @ y
 
-    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        sees = torch.arange(x.shape[1])[:, None] >= torch.arange(y.shape[1])[None]
-        return (x @ y.transpose(1, 2)).masked_fill(~sees, -1e9).softmax(2) @ y
 
-    dims = {"x": {0: "batch", 1: Dim("seq", sizes=[8])}, "y": {0: "batch", 1: Dim("other", sizes=[8])}}
-    step = make(fn, dynamic=dims, sizes=[4])
-    lengths = ((2, 5), (2, 5), (8, 8), (8, 8), (2, 6), (2, 4), (8, 5), (7, 3), (4, 8))
+@pytest.mark.parametrize(
+    ("group", "sizes", "lengths", "mixed"),
+    [
+        (1, [8], ((2, 5), (2, 5), (8, 8), (8, 8), (2, 6), (2, 4), (8, 5), (7, 3), (4, 8)), (8, 5)),
+        (4, [8, 32], ((8, 8), (8, 8), (8, 5), (7, 4), (32, 8), (32, 8), (32, 5), (30, 3)), (32, 5)),
+    ],
+    ids=["another, longer sequence", "graphs that are longer elsewhere"],
+)
+def test_sequence_mixed_before_another_length(
+    group: int, sizes: list[int], lengths: tuple[tuple[int, int], ...], mixed: tuple[int, int]
+) -> None:
+    """A place that only another, longer sequence has meets padding: early calls have that shorter, or graphs that are
+    longer along this one come later."""
+    dims = {"x": {0: "batch", 1: Dim("seq", sizes=sizes)}, "y": {0: "batch", 1: Dim("other", sizes=[8])}}
+    step = make(lambda x, y: _across(x, y, group), dynamic=dims, sizes=[4])
     check_calls(step, *((torch.randn(4, s, 3), torch.randn(4, t, 3)) for s, t in lengths), **NEAR)
-    assert reason(step, torch.randn(4, 8, 3), torch.randn(4, 5, 3)) is Reason.ROWS_MIX
-    assert reason(step, torch.randn(4, 5, 3), torch.randn(4, 8, 3)) is Reason.PADDED
-
-
-def test_sequence_mixed_in_graphs_longer_elsewhere() -> None:
-    """Places of another sequence that no short graph has meet padding: such graphs are looked at, though both are as
-    long along this one."""
-
-    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        sees = torch.arange(x.shape[1])[:, None] // 4 >= torch.arange(y.shape[1])[None]
-        return (x @ y.transpose(1, 2)).masked_fill(~sees, -1e9).softmax(2) @ y
-
-    dims = {"x": {0: "batch", 1: Dim("seq", sizes=[8, 32])}, "y": {0: "batch", 1: Dim("other", sizes=[8])}}
-    step = make(fn, dynamic=dims, sizes=[4])
-    lengths = ((8, 8), (8, 8), (8, 5), (7, 4), (32, 8), (32, 8), (32, 5), (30, 3))
-    check_calls(step, *((torch.randn(4, s, 3), torch.randn(4, t, 3)) for s, t in lengths), **NEAR)
-    assert reason(step, torch.randn(4, 32, 3), torch.randn(4, 5, 3)) is Reason.ROWS_MIX
+    assert reason(step, *(torch.randn(4, length, 3) for length in mixed)) is Reason.ROWS_MIX
+    if group == 1:
+        assert reason(step, torch.randn(4, 5, 3), torch.randn(4, 8, 3)) is Reason.PADDED
 
 
 GATES: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor]] = {

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import graphdispatch as gd
 from graphdispatch import Reason
 from graphdispatch.backends import operator_mode
 
@@ -179,16 +178,6 @@ def test_an_argument_that_a_kernel_writes_later() -> None:
             x = draw(rows, 4)
             wanted = x.clamp(min=0)
             assert_same((step(x), x), (wanted + 1, wanted))
-
-
-def test_state_that_a_kernel_writes_with_what_it_holds() -> None:
-    """It is put back after a proof with other numbers."""
-    model = Cached()
-    dynamic, pad = {"x": 0, "slots": 0}, {"slots": gd.Pad.value(11)}
-    step = make(model, dynamic=dynamic, pad=pad, sizes=(4,), padding_writes="allow")
-    for _ in range(4):
-        step(torch.zeros(3, 4), torch.arange(3))
-    assert not model.cache[:11].any(), model.cache
 
 
 def test_tensors_inside_of_other_arguments() -> None:

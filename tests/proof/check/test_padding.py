@@ -10,7 +10,7 @@ from torch import Tensor
 
 import graphdispatch as gd
 from graphdispatch import Dim, Pad, Reason, eager_break
-from graphdispatch.proof.check.padding import edge, far, uniform
+from graphdispatch.proof.check.padding import far
 from graphdispatch.runtime.signature import InputSpec
 from graphdispatch.sizes import axes_of, pack
 
@@ -59,22 +59,6 @@ def test_large_numbers_are_beyond_all_of_the_batch(dtype: torch.dtype, least: in
         assert sizes.isfinite().all()
         assert least <= sizes.amin() <= least * 1.1
         assert most * 0.9 <= sizes.amax() <= most
-
-
-@pytest.mark.parametrize(("sign", "seq", "own"), [(1, [5, 5], [3, 5, 4]), (-1, [0, 0], [1, 0, 2])])
-@pytest.mark.parametrize("spans", [1, 2])
-def test_rows_at_the_edge_hold_what_some_row_holds_there(sign: int, seq: Any, own: Any, spans: int) -> None:
-    """At each place of a row that does not follow the batch the largest number of all rows, or the smallest."""
-    value = torch.tensor([[3, 0, 4], [1, 5, 2]])
-    got = edge(sign, argument(torch.int64, spans), value, SIZE)
-    assert torch.equal(got, torch.tensor(own).expand(4, 3) if spans == 1 else torch.full((4, 16), seq[0]))
-
-
-def test_one_place_of_the_batch_is_everywhere() -> None:
-    """The first along axes for which no place is given."""
-    value = torch.tensor([[3, 0, 4], [1, 5, 2]])
-    for place, number in (({}, 3), ({AXES[1]: 2}, 4), ({AXES[0]: 1, AXES[1]: 1}, 5)):
-        assert uniform(place, argument(torch.int64), value, SIZE).eq(number).all()
 
 
 def test_what_refuses_other_padding_depends_on_it() -> None:

@@ -203,16 +203,6 @@ def test_an_operand_of_compiled_code_is_not_compared() -> None:
     assert step.captured_sizes == (8, 16, 32)
 
 
-def test_a_maximum_over_what_a_mask_makes_zero_is_found() -> None:
-    """Positive numbers hide the zeros of a padded length."""
-    length = gd.Dim("length", sizes=[4, 8])
-    fn: Callable[..., Tensor] = lambda x, mask: x - (x * mask[..., None]).amax(1, keepdim=True)  # noqa: E731
-    step = make(fn, dynamic={"x": {0: "batch", 1: length}, "mask": {0: "batch", 1: "length"}}, sizes=(2,))
-    shapes = [(2, 8), (2, 8), (2, 8), (2, 7), (2, 7), (1, 6), (1, 7)]
-    check_calls(step, *((sign * (torch.rand(*s, 3) + 1), torch.ones(s)) for sign in (1, -1) for s in shapes))
-    assert step.last_decision.reason is Reason.ROWS_MIX
-
-
 def test_images_keep_their_order_in_memory() -> None:
     """A run of other rows is made of images that lie in memory as the batch's do, so it dispatches the same operators:
     padded batches are served."""

@@ -214,19 +214,7 @@ def test_a_run_speaks_for_the_batches_of_its_path(name: str) -> None:
     assert not any(extents in verdict.space for extents in others)
 
 
-def test_a_restriction_of_one_axis_keeps_no_grid() -> None:
-    """A decision by a length is kept for the lengths alone."""
-    verdict = judge(lambda x: x + 1 if x.shape[1] > 20 else x, grid, own=(7, 11))
-    assert [one.mask.shape for one in verdict.space.restrictions] == [(1, 48)]
-
-
 # -- lengths
-
-
-def test_a_length_that_meets_no_other_element_is_not_mixed() -> None:
-    """A layer for each element leaves the length alone, and the output follows both axes."""
-    verdict = judge(lambda x: (x @ WEIGHT).relu(), grid, own=(7, 11))
-    assert (verdict.independent, verdict.mixed_axes, verdict.outputs) == (True, frozenset(), (((0,), (1,), ()),))
 
 
 def _into_longer(write: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor], Tensor]:
