@@ -407,7 +407,7 @@ class GraphSet:
         Other graphs that do not fit the present state stay for when it comes back; until it changes, they cost nothing.
         """
         moved = [one for one in self.entries() if one.workspaces is not None and not one.workspaces.holds()]
-        self.release(self.cache.retire(moved, EvictionReason.STALE))
+        self.release(self.cache.retire(moved, EvictionReason.STALE) if moved else [])
         guards = {entry.guard for entry in self.entries() if entry.guard is not None}
         present = {guard: guard.holds() for guard in guards if not guard.is_broken}
         reached = self._guards.get(False)
