@@ -180,9 +180,9 @@ def _across(x: torch.Tensor, y: torch.Tensor, group: int) -> torch.Tensor:
         (1, [8], ((2, 5), (2, 5), (8, 8), (8, 8), (2, 6), (2, 4), (8, 5), (7, 3), (4, 8)), (8, 5)),
         (4, [8, 32], ((8, 8), (8, 8), (8, 5), (7, 4), (32, 8), (32, 8), (32, 5), (30, 3)), (32, 5)),
     ],
-    ids=["another, longer sequence", "graphs that are longer elsewhere"],
+    ids=["sequence_mixed_before_another_length", "sequence_mixed_in_graphs_longer_elsewhere"],
 )
-def test_sequence_mixed_before_another_length(
+def test_sequence_mixed_across_sequences(
     group: int, sizes: list[int], lengths: tuple[tuple[int, int], ...], mixed: tuple[int, int]
 ) -> None:
     """A place that only another, longer sequence has meets padding: early calls have that shorter, or graphs that are
