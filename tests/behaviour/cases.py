@@ -130,3 +130,4 @@ def put_back() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         torch.use_deterministic_algorithms(False)
+        torch.set_autocast_dtype("cpu", torch.bfloat16)

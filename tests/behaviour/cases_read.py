@@ -1021,9 +1021,16 @@ read("flag of an array")(lambda: np.zeros(2), lambda h: 2 if h.flags.writeable e
 # The process and its libraries.
 
 
+def in_autocast(x: Tensor) -> Tensor:
+    """A product in the type that autocast has."""
+    with torch.autocast("cpu"):
+        return x @ torch.ones(3, 3)
+
+
 run("default_dtype_changed", row=True, serves=False)(
     none, lambda _, x: x + torch.zeros(3), lambda _: torch.set_default_dtype(torch.float64)
 )
+run("type of autocast")(none, lambda _, x: in_autocast(x), lambda _: torch.set_autocast_dtype("cpu", torch.float16))
 run("determinism of operators", serves=False)(  # which fill new memory if they are deterministic
     none,
     lambda _, x: x + (torch.empty(3, dtype=torch.int32) == 2**31 - 1),

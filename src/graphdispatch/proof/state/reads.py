@@ -305,7 +305,10 @@ class StateReads(Traversal):
 
     def _compare_process(self) -> None:
         """What no object holds: if code looks whether modules are loaded whose names attributes hold, those of all that
-        are compared; and what is around a backward pass."""
+        are compared; what is around a backward pass; and which type autocast has for code that names it."""
+        if any("autocast" in name for name in self._names):
+            devices = {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}
+            self.readers += (Reader(partial(torch.get_autocast_dtype, device)) for device in sorted(devices))
         if self._differentiates:
             self.readers.append(Reader(_is_watched))
             if _is_watched():
