@@ -78,8 +78,7 @@ class PaddingReplays:
         """Why padding along the axes is not harmless; empty if it is. Raises what ends a capture."""
         found = ""
         for kept in self._choices():
-            what = self._differs_from_eager(kept) or self._changes(kept)
-            if not what:
+            if not (what := self._changes(kept)):
                 return ""
             found = found or what
         names = " and ".join(repr(axis.name) for axis in self._along)
@@ -115,15 +114,17 @@ class PaddingReplays:
                 yield kept
 
     def _changes(self, kept: tuple[int, ...]) -> str:
-        """What other padding changes, in words, if these arguments keep theirs; empty for nothing."""
-        for name, rows, real in self._batches(kept):
+        """What padding changes, in words, if these arguments keep theirs; empty for nothing."""
+        for name, rows, real, paddings in self._batches(kept):
             before = self._eager(rows, real)
-            for what, padding in (("what its rule says", []), *self._paddings(kept)):
+            for what, padding in (("what its rule says", []), *paddings):
                 try:
                     self._attempt.replay_with(self._entry, rows, Padding(what, padding, real, self._along))
                 except Exception as error:
                     if ends_capture(self._request.backend, error):
                         raise
+                    if not paddings:  # it may not take such elements
+                        break
                     return f"{what}{name} the call raises {type(error).__name__}: {error}"
                 read = self._replayed(rows)
                 if gap := self._gap(before, read) if padding else self._gap_to_eager(before, read):
@@ -131,17 +132,23 @@ class PaddingReplays:
                 before = read
         return ""
 
-    def _batches(self, kept: Collection[int]) -> Iterator[tuple[str, int, Sequence[torch.Tensor]]]:
-        """What batches are called, their numbers and elements: see Note [what a length hides]."""
+    def _batches(
+        self, kept: Collection[int]
+    ) -> Iterator[tuple[str, int, Sequence[torch.Tensor], Sequence[tuple[str, Rows]]]]:
+        """What batches are called, their numbers and elements, and the paddings to try behind them besides that of
+        their rule: see Note [what real elements hide] and Note [what a length hides]."""
+        for name, other in self._other_reals(kept):
+            yield f" behind {name}", self._rows, other, ()
+        paddings = list(self._paddings(kept))
         if kept:
-            yield " behind a single real element", self._rows, self._with_single(kept)
+            yield " behind a single real element", self._rows, self._with_single(kept), paddings
         for rows in (self._rows, *self._others):
             name = f" of {extents_text(self._request.inputs.axes, rows)}" if rows != self._rows else ""
             given = batch_of(self._request, rows)
             shown = [self._shown(index, value, rows) for index, value in enumerate(given)]
-            yield name, rows, given
+            yield name, rows, given, paddings
             if not all(map(bits_equal, given, shown)):
-                yield name, rows, shown
+                yield name, rows, shown, paddings
 
     def _shown(self, index: int, value: torch.Tensor, rows: int) -> torch.Tensor:
         """An argument that hides no element: of a mask ones; of integers of rows, which may be lengths, the shortest of
@@ -156,20 +163,6 @@ class PaddingReplays:
             if pad.fill is not None and (others := value[value != pad.fill]).numel():
                 value = value.masked_fill(value == pad.fill, others[0])
         return value
-
-    def _differs_from_eager(self, kept: Collection[int]) -> str:
-        """How a replay differs from eager for other real elements, in words: see Note [what real elements hide]."""
-        for name, real in self._other_reals(kept):
-            want = self._eager(self._rows, real)
-            try:
-                self._attempt.replay_with(self._entry, self._rows, Padding(name, [], real, self._along))
-            except Exception as error:
-                if ends_capture(self._request.backend, error):
-                    raise
-                continue
-            if gap := self._gap_to_eager(want, self._replayed(self._rows)):
-                return f"{name} in place of the real elements, {gap}"
-        return ""
 
     def _eager(self, rows: int, real: Sequence[torch.Tensor]) -> _Read:
         """What eager leaves for these elements; nothing if the callable does not take them."""
@@ -193,7 +186,7 @@ class PaddingReplays:
 
     def _other_reals(self, kept: Collection[int]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Real elements of other kinds: of one sign, or all those of the place with the largest or the smallest number,
-        where masks show all; and one element of each row alone."""
+        where masks show all."""
         for sign, name in ((1, "large numbers"), (-1, "small numbers")):
             real = list(self._arguments)
             place = self._place(sign, kept)
@@ -214,8 +207,6 @@ class PaddingReplays:
                 elif spec.spans:
                     real[i] = uniform(place, spec, real[i], self._rows)
             yield name, real
-        if kept:
-            yield "a single element of each row", self._with_single(kept)
 
     def _place(self, sign: int, kept: Collection[int]) -> dict[Axis, int]:
         """Where the first of the integers has its largest number, or the smallest, among the elements that no given pad
