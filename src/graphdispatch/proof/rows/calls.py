@@ -168,9 +168,6 @@ class Call:
 
     def given(self, size: int) -> Dim:
         """The dimension of a size that torch computed within the function around, by the tensors of that function."""
-        number = self.caller.size(size)
-        if number is not None:
-            return self.sizes.dim_of(number)
         if size == 1 or self.caller.sizes is not None:
             return plain_dim(size)
         return self.caller.around().get(size, plain_dim(size))

@@ -120,8 +120,7 @@ def cumulate(c: Call) -> list[Label]:
 
 def grouped_product(c: Call) -> list[Label]:
     """Each row by the matrix of its group."""
-    names = ("self", "mat2") if "mat2" in c.a else ("input", "weight")
-    rows, weight = c.certain_label(names[0]).dims, c.certain_label(names[1]).dims
+    rows, weight = c.certain_label("self").dims, c.certain_label("mat2").dims
     if len(rows) != 2 or len(weight) != 3:
         raise UnknownError("groups of another kind")
     c.blend([rows[1]], "a product over rows")
@@ -136,8 +135,6 @@ def grouped_product(c: Call) -> list[Label]:
         or key[1] != own_size(weight[0])
     ):
         raise MixError("groups that are not those of the rows' own choice")
-    if c.has("bias"):
-        c.blend(c.certain_label("bias").dims, "rows in another operand")
     return [Label((rows[0], weight[2]))]
 
 

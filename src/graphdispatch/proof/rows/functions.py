@@ -198,8 +198,6 @@ class Caller:
     def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with plain numbers. Numbers that are no sizes narrow the run."""
         name, args, named = self.function, self.arguments, self.named
-        if name in ("broadcast_shapes", "expand_as", "view_as"):
-            return args, dict(named)
         by_name = {key: (self._size if key in _SIZE_NAMES else _number)(value) for key, value in named.items()}
         if name in ("__getitem__", "__setitem__"):
             self._find_doubles()

@@ -136,10 +136,9 @@ def gather(c: Call) -> list[Label]:
     """For each place of an index an element of the same line."""
     label, chosen = c.certain_label("self"), c.certain_label("index")
     at = c.place("dim", len(label.dims))
-    c.blend(label.dims[at : at + 1], "rows by an index")
-    if label.dims:
-        c.require_index(label.dims[at], c.a["index"])
-    c.read_places(c.a["self"], [at] if holds_rows(chosen) and label.dims else [])
+    c.blend([label.dims[at]], "rows by an index")
+    c.require_index(label.dims[at], c.a["index"])
+    c.read_places(c.a["self"], [at] if holds_rows(chosen) else [])
     dims = []
     for place, (one, other) in enumerate(zip(label.dims, chosen.dims, strict=True)):
         if place == at or not (is_dynamic(one) or is_dynamic(other)):
@@ -162,8 +161,7 @@ def scatter(c: Call) -> list[Label]:
     given = [c.a["index"], *([c.a["src"]] if c.has("src") else [])]
     for tensor in (c.a["self"], *given):
         c.blend(c.certain_label(tensor).dims[at : at + 1], "rows by an index")
-    if label.dims:
-        c.require_index(label.dims[at], c.a["index"])
+    c.require_index(label.dims[at], c.a["index"])
     for tensor in given:
         for place, (own, dim) in enumerate(zip(label.dims, c.certain_label(tensor).dims, strict=True)):
             if place == at or not (is_dynamic(own) or is_dynamic(dim)):

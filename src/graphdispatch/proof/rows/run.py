@@ -115,10 +115,7 @@ class RowRun:
         label = Label(
             tuple((self.sizes.axes[dims[d]],) if d in dims else plain_dim(size) for d, size in enumerate(tensor.shape))
         )
-        if tuple(map(own_size, label.dims)) != tuple(tensor.shape):
-            self._doubts.append(
-                Fault(False, f"an argument of shape {tuple(tensor.shape)} is not of the batch {self.space.own}")
-            )
+        assert tuple(map(own_size, label.dims)) == tuple(tensor.shape), f"{tensor.shape} for {self.space.own}"
         if not is_strided(tensor):
             self._doubts.append(Fault(False, f"an argument of layout {tensor.layout}"))
             return

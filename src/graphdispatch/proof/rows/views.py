@@ -23,13 +23,7 @@ def view(c: Call) -> list[Label]:
     """The factors of the old shape, in order, are dealt to the sizes of the new one."""
     label = c.moved
     rest = list(flat(label.dims))
-    try:
-        dims = tuple(_dealt(rest, size) for size in c.outs[0].shape)
-    except UnknownError:
-        if not any(map(has_rows, label.dims)):
-            c.blend(label.dims, "")
-        raise
-    return [_moved(label, dims)]
+    return [_moved(label, tuple(_dealt(rest, size) for size in c.outs[0].shape))]
 
 
 def _dealt(rest: list[Atom | int], size: int) -> Dim:
@@ -37,8 +31,6 @@ def _dealt(rest: list[Atom | int], size: int) -> Dim:
     taken: list[Atom | int] = []
     now = 1
     while now != size:
-        if not rest:
-            raise UnknownError("a view of another size")
         atom = rest.pop(0)
         if isinstance(atom, Atom):
             now *= atom.own
