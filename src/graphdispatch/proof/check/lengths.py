@@ -159,7 +159,7 @@ class PaddingReplays:
         is_of_rows = [axis for _, axis in spec.spans] == [self._request.inputs.axes[0]]
         if spec.is_integer and is_of_rows and lengths and takes_any_value(spec, self._operators):
             return torch.full_like(value, min(*lengths, torch.iinfo(value.dtype).max))
-        for pad in spec.pads:
+        for pad in spec.pads if spec.is_pad_given else ():
             if pad.fill is not None and (others := value[value != pad.fill]).numel():
                 value = value.masked_fill(value == pad.fill, others[0])
         return value
