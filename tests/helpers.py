@@ -19,7 +19,6 @@ from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.backends.tracing import UntracedMode
 from graphdispatch.native.bound import CORE, USES_CHANGES, USES_VERSIONS
 from graphdispatch.proof.check.licence import Verification
-from graphdispatch.runtime.memory import bytes_of
 from graphdispatch.runtime.replay import ReplayPlan
 from graphdispatch.runtime.server import Server
 from graphdispatch.stats import COUNTED_BY_HITS, HitCounts
@@ -82,14 +81,6 @@ def check_calls(step: Any, *batches: Any, fn: Callable[..., Any] | None = None, 
         reasons.append(step.last_decision.reason)
         assert_same(answer, (fn or step.unwrap())(*args), step.explain(*args), **near)
     return reasons
-
-
-def check_integrity(front: Any) -> None:
-    """The cache of a front end, or a cache itself, keeps its limits and no graph that was released."""
-    cache = getattr(front, "_graph_cache", front)
-    assert len(entries := list(cache)) <= cache.max_graphs
-    assert cache.max_bytes is None or bytes_of(entries) <= cache.max_bytes
-    assert not any(entry.is_released and entry in cache._entries for entry in entries)  # else it went meanwhile
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

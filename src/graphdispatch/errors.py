@@ -21,6 +21,7 @@ __all__ = [
     "FallbackError",
     "GraphDispatchError",
     "GuardError",
+    "IntegrityError",
     "ReplayError",
     "StaleOutputError",
     "VerificationError",
@@ -107,6 +108,10 @@ class CopyError(GraphDispatchError, TypeError):
 
 class ConsensusError(GraphDispatchError, RuntimeError):
     """The ranks did not agree: one did not vote within the timeout, or ended."""
+
+
+class IntegrityError(GraphDispatchError, AssertionError):
+    """A cache's own figures disagree with its content. This is a defect of this library."""
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:

@@ -11,7 +11,7 @@ import graphdispatch as gd
 from graphdispatch import Reason
 
 from ..behaviour.front_ends import FRONT_ENDS
-from ..helpers import AT_ONCE, check_integrity, check_rows, collector_off, double, make
+from ..helpers import AT_ONCE, check_rows, collector_off, double, make
 
 SIZE = 4
 
@@ -173,4 +173,4 @@ def test_a_call_that_interrupts_the_work_on_graphs_runs_eagerly(monkeypatch: pyt
         assert torch.equal(step(x, 1.0), model(x))
     assert [reason for _, reason in found] == [Reason.STATE_SHARED]
     assert torch.equal(found[0][0], model(x) * 2)
-    check_integrity(step)
+    step.check_integrity()

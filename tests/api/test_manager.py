@@ -17,7 +17,7 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, eager_break
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, CUDAGraphRegistry
 from graphdispatch.errors import CaptureError, ConfigError, FallbackError, GuardError, ReplayError
 
-from ..helpers import Behind, check_integrity, collecting, double, in_threads, with_options
+from ..helpers import Behind, collecting, double, in_threads, with_options
 
 FULL, NONE, DECODE = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
 
@@ -27,7 +27,7 @@ def registry() -> Iterator[CUDAGraphRegistry]:
     """A registry with the default limits, whose accounting is checked after the test."""
     made = CUDAGraphRegistry()
     yield made
-    check_integrity(made)
+    made.check_integrity()
 
 
 def make(**settings: Any) -> CUDAGraphManager:

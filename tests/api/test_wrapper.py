@@ -11,7 +11,7 @@ from graphdispatch import CUDAGraphMode, Reason
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper, cudagraph_context
 from graphdispatch.errors import ConfigError
 
-from ..helpers import check_integrity, double, in_threads
+from ..helpers import double, in_threads
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -26,7 +26,7 @@ def serve(wrapper: CUDAGraphWrapper, *sizes: int) -> None:
     for rows in sizes:
         x = torch.randn(rows, 3)
         assert torch.equal(wrapper(x, **full(rows)), x * 2)
-    check_integrity(wrapper)
+    wrapper.check_integrity()
 
 
 def kept(wrapper: CUDAGraphWrapper) -> set[int]:

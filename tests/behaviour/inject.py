@@ -16,7 +16,7 @@ from graphdispatch.backends import Capture, Pool, get_backend
 from graphdispatch.backends.cpu.backend import CPUBackend, CPUGraph, CPUPool
 from graphdispatch.backends.cpu.program import Step
 
-from ..helpers import are_free, check_integrity, may_capture
+from ..helpers import are_free, may_capture
 
 ROWS, WIDTH = 3, 4
 
@@ -130,7 +130,7 @@ def nothing_left_behind(step: Any) -> Iterator[None]:
         graphs = step._graphs
         assert may_capture()
         assert are_free(graphs.lock, *([graphs.cache.pool.lock] if graphs.cache.pool is not None else []))
-        check_integrity(step)
+        step.check_integrity()
         for group in graphs.groups.values():
             for entry in group.all_entries:
                 assert any(entry is kept for kept in graphs.cache), "an entry that its cache does not know"

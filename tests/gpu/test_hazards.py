@@ -15,7 +15,7 @@ import graphdispatch as gd
 from graphdispatch import Reason
 from graphdispatch.backends import Backend, Capture
 
-from ..helpers import AT_ONCE, check_calls, check_integrity, in_threads
+from ..helpers import AT_ONCE, check_calls, in_threads
 
 pytestmark = pytest.mark.gpu
 
@@ -109,7 +109,7 @@ def test_evicted_graphs_take_no_workspace_with_them(model: torch.nn.Module) -> N
         agrees(served, model, rows)
         del junk
     assert served.stats.evictions > 0
-    check_integrity(served)
+    served.check_integrity()
 
 
 def _allocates_by_itself(x: Tensor) -> Tensor:

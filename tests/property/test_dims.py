@@ -8,7 +8,7 @@ from hypothesis import given
 
 from graphdispatch import Dim, graphed
 
-from ..helpers import AT_ONCE, check_integrity
+from ..helpers import AT_ONCE
 
 Model = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 
@@ -66,4 +66,4 @@ def test_each_call_has_eagers_answer(
         got, want = step(*values), model(*values)
         assert [one.shape for one in got] == [one.shape for one in want]
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    check_integrity(step)
+    step.check_integrity()

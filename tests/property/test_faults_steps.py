@@ -33,7 +33,7 @@ from graphdispatch.runtime.static_inputs import StaticInputs
 from graphdispatch.runtime.windows import Windows, storages_of
 
 from ..behaviour.inject import ambient, batch
-from ..helpers import Spy, are_free, assert_same, check_integrity, may_capture
+from ..helpers import Spy, are_free, assert_same, may_capture
 
 WIDTH = 4
 OPERATORS = 12
@@ -432,7 +432,7 @@ def fault(program: Program, plan: "Plan", *steps: Step) -> str:
     assert may_capture()
     graphs = call.served._graphs
     assert are_free(graphs.lock, *([graphs.cache.pool.lock] if graphs.cache.pool is not None else []))
-    check_integrity(call.served)
+    call.served.check_integrity()
     if raised is None:
         assert kind not in PASSING
         if program.undoes:

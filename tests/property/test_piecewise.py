@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, eager_break, graphed
 
-from ..helpers import assert_same, check_integrity
+from ..helpers import assert_same
 from .models import DEVICE, WIDTH
 
 SIZES = (1, 2, 4, 8)
@@ -123,5 +123,5 @@ def test_pieces_give_eager_s_answer(root: Tree, rows: list[int], seed: int) -> N
         x = torch.randn(count, WIDTH, generator=generator, device="cpu").to(DEVICE)
         torch.testing.assert_close(served(x), twin(x.clone()), rtol=1e-5, atol=1e-5)
         assert_same([*model.buffers()], [*twin.buffers()])
-    check_integrity(served)
+    served.check_integrity()
     assert served.stats.hits > 0, served.stats.reasons

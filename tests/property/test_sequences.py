@@ -18,7 +18,6 @@ from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, OutputView
 from graphdispatch.errors import CaptureError, ConfigError, StaleOutputError
 from graphdispatch.stats import COUNTED_BY_HITS
 
-from ..helpers import check_integrity
 from .calls import (
     Done,
     Plan,
@@ -159,7 +158,7 @@ class Sequences(RuleBasedStateMachine):
     def is_sound(self) -> None:
         """The accounts agree, the state is eager's, and what was returned before is as it was, or known stale."""
         for step, model in self.served:
-            check_integrity(step)
+            step.check_integrity()
             assert len(step.entries) <= self.max_graphs
             assert_same_state(self.twin, model, exact=not self.drifted)
         assert _accounts(self.step) == _accounts(self.reference)
@@ -260,4 +259,4 @@ def test_every_call_of_a_wrapper_is_eagers(
             exact &= plan.is_dense
             assert_same_outcome(perform(twin, twin, other), perform(step, model, other), exact=exact)
             assert_same_state(twin, model, exact=exact)
-            check_integrity(wrapper)
+            wrapper.check_integrity()

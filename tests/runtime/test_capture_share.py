@@ -17,7 +17,7 @@ from graphdispatch.runtime.admission import Admission, CaptureBudget, Work
 from graphdispatch.runtime.entry import CUDAGraphEntry
 from graphdispatch.stats import Gain
 
-from ..helpers import Clock, check_integrity, check_rows, double, with_options
+from ..helpers import Clock, check_rows, double, with_options
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def served(sizes: Iterable[int], **options: object) -> Graphed[..., torch.Tensor
     """A step that was called once with a batch of each of these sizes, every answer compared with eager's."""
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=tuple(range(1, 41)), **with_options(options))  # type: ignore[call-overload]
     check_rows(step, *sizes)
-    check_integrity(step)
+    step.check_integrity()
     return step
 
 

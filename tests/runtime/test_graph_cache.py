@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from graphdispatch.engines import CUDAGraphEntry, EntryState, EvictionReason
-from graphdispatch.errors import ConfigError
+from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.runtime.cache import GraphCache, Victim
 
-from ..helpers import check_integrity
 from ..sized import Sized, Unused, entry, filled, gone
 
 
@@ -37,7 +36,7 @@ def test_a_pool_that_grew_over_the_budget_is_emptied() -> None:
     pool.more = 50
     assert gone(cache.add(new)) == [new, old]
     assert list(cache) == [other]
-    check_integrity(cache)
+    cache.check_integrity()
 
 
 def test_an_entry_in_a_replay_of_this_thread_stays() -> None:
@@ -51,24 +50,39 @@ def test_an_entry_in_a_replay_of_this_thread_stays() -> None:
     assert gone(cache.make_room()) == [first]
 
 
+def test_an_entry_that_goes_during_the_check_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may evict while the figures are compared."""
+    cache = GraphCache(3, max_bytes=100)
+    (entry,) = filled(cache, 10)
+
+    def is_small(*_: Any) -> bool:
+        for victim in cache.retire(entry, EvictionReason.STALE):
+            victim.release()
+        return True
+
+    monkeypatch.setattr(cache, "_is_small", is_small)
+    cache.check_integrity()
+    assert entry.is_released
+
+
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "message"),
     [
-        lambda cache: next(iter(cache)).release(),
-        lambda cache: setattr(cache, "max_graphs", 1),
-        lambda cache: setattr(next(iter(cache)), "graph", Sized(95)),
+        (lambda cache: next(iter(cache)).release(), "was released and is still in the cache"),
+        (lambda cache: setattr(cache, "max_graphs", 1), "2 entries, more than max_cached_graphs=1"),
+        (lambda cache: setattr(next(iter(cache)), "graph", Sized(95)), "105 bytes, more than memory_budget_bytes=100"),
     ],
     ids=["released", "many", "large"],
 )
-def test_a_fault_behind_the_cache_s_back_is_found(fault: Callable[[GraphCache], Any]) -> None:
+def test_a_fault_behind_the_cache_s_back_is_found(fault: Callable[[GraphCache], Any], message: str) -> None:
     """Entries that were released, are too many or grew."""
     cache = GraphCache(3, max_bytes=100)
     filled(cache, 10, 10)
-    check_integrity(cache)
+    cache.check_integrity()
     assert repr(cache) == "<GraphCache 2 of 3 graphs, 20 of 100 bytes>"
     fault(cache)
-    with pytest.raises(AssertionError):
-        check_integrity(cache)
+    with pytest.raises(IntegrityError, match=message):
+        cache.check_integrity()
 
 
 @pytest.mark.parametrize(("limits", "named"), [((0, None), "max_cached_graphs"), ((1, 0), "memory_budget_bytes")])
@@ -150,7 +164,7 @@ class Cache(RuleBasedStateMachine):
         """The same entries, all alive; limits and counts as they should be."""
         if not hasattr(self, "cache"):
             return
-        check_integrity(self.cache)
+        self.cache.check_integrity()
         assert set(self.cache) == set(self.held.values())
         assert all(one.state is not EntryState.EVICTED for one in self.held.values())
         stats = self.cache.stats

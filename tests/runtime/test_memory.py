@@ -15,7 +15,7 @@ from graphdispatch import CUDAGraphConfig, CUDAGraphManager, CUDAGraphOptions, G
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import EntryState, named_sizes
 
-from ..helpers import AT_ONCE, check_integrity, check_rows, make, with_options
+from ..helpers import AT_ONCE, check_rows, make, with_options
 
 QUICK = CUDAGraphOptions(gc_disable=False)  # no collection of the whole process around few captures
 
@@ -144,7 +144,7 @@ def test_a_graph_over_the_budget_is_not_kept(outputs: str) -> None:
     held = int(step.last_decision.explain().split("its graph holds ")[1].split()[0])
     assert held > 100_000
     assert "for which there is no room in memory_budget_bytes=100000" in step.explain(torch.randn(64, 64))
-    check_integrity(step)
+    step.check_integrity()
     step.invalidate()
     check_rows(step, 64, 64, width=64)
     assert step.stats.captures == 2

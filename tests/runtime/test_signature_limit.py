@@ -9,7 +9,7 @@ import torch
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason
 from graphdispatch.engines import BatchDescriptor, CUDAGraphConfig, CUDAGraphManager, CUDAGraphWrapper
 
-from ..helpers import check_calls, check_integrity, make
+from ..helpers import check_calls, make
 
 ROWS = 4
 
@@ -39,7 +39,7 @@ def test_the_least_recently_used_signature_gives_way() -> None:
     assert call(step, 5) is Reason.FIRST_SIGHTING
     assert len(step.entries) == 2
     assert step.memory_bytes == step.memory_report().total
-    check_integrity(step)
+    step.check_integrity()
 
 
 def test_a_signature_without_a_graph_gives_way_first() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from graphdispatch import CUDAGraphOptions, Dim, Graphed, eager_break, graphed
 
 from ..behaviour.forks import in_child
-from ..helpers import assert_same, check_integrity, in_threads
+from ..helpers import assert_same, in_threads
 from .test_soak import LEFT, WIDTH, Net, TrippedError, numbers, resident_bytes
 
 LARGEST = 8
@@ -202,7 +202,7 @@ class LongRun:
                 early, is_early = self.held(), False
         late = self.held()
         for program in self.programs.values():
-            check_integrity(program.step)
+            program.step.check_integrity()
             program.compare(program.batches[0])
         assert late[0] - early[0] < SPARE_BYTES, (early, late)
         assert late[1:] == early[1:], (early, late)

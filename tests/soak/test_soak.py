@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from graphdispatch import CUDAGraphOptions, Graphed, eager_break, graphed
 from graphdispatch.backends import Backend, get_backend
 
-from ..helpers import check_integrity
-
 THREADS = 16
 CALLS = int(os.environ.get("GRAPHDISPATCH_SOAK_CALLS", "2400"))
 LARGEST, WIDTH = 12, 8
@@ -198,7 +196,7 @@ class Soak:
             for future in [pool.submit(self.work, seed, calls // THREADS) for seed in seeds]:
                 future.result()
         for step in self.steps:
-            check_integrity(step)
+            step.check_integrity()
 
     def held(self) -> tuple[int, int]:
         """Bytes that the library says it holds, and the resident memory of the process."""

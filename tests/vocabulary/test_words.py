@@ -38,7 +38,7 @@ def test_every_reason_has_a_sentence(reason: Reason) -> None:
 
 AT_RUN_TIME = ("BackendError", "CaptureError", "FallbackError", "ReplayError", "StaleOutputError", "VerificationError")
 BUILTIN: dict[str, type[Exception]] = dict.fromkeys(AT_RUN_TIME, RuntimeError)
-BUILTIN |= {"ConfigError": ValueError, "GuardError": TypeError}
+BUILTIN |= {"ConfigError": ValueError, "GuardError": TypeError, "IntegrityError": AssertionError}
 
 
 @pytest.mark.parametrize("name", errors.__all__)

@@ -142,6 +142,10 @@ class Lifecycle(MadeAnew):
         """The graphs that are held now, with their hits, times and bytes: ``print(serve.graphs)`` shows a table."""
         return self.report().graphs
 
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError`` if the cache's accounting is off; cheap enough to run when idle."""
+        self._graph_cache.check_integrity()
+
 
 def capturer_for(options: CUDAGraphOptions, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> Capturer:
     """The capturer for these options.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ..backends.base import Backend, Pool
 from ..config import CUDAGraphOptions
 from ..copying import make_lock
-from ..errors import check_count
+from ..errors import IntegrityError, check_count
 from ..reasons import Reason
 from ..stats import CUDAGraphStats, EvictionReason
 from .admission import Admission
@@ -187,6 +187,17 @@ class GraphCache:
     def nbytes(self) -> int:
         """Bytes that the entries hold, everything that they share counted once."""
         return bytes_of(self)
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError`` if the content breaks what this class promises."""
+        entries = list(self)
+        if len(entries) > self.max_graphs:
+            raise IntegrityError(f"{len(entries)} entries, more than max_cached_graphs={self.max_graphs}")
+        if not self._is_small(entries):
+            raise IntegrityError(f"{bytes_of(entries)} bytes, more than memory_budget_bytes={self.max_bytes}")
+        for entry in entries:
+            if entry.is_released and entry in self._entries:  # else it went meanwhile
+                raise IntegrityError(f"{entry!r} was released and is still in the cache")
 
     def __iter__(self) -> Iterator[CUDAGraphEntry]:
         return iter(list(self._entries))
