@@ -56,7 +56,7 @@ def test_an_entry_that_goes_during_the_check_is_no_fault(monkeypatch: pytest.Mon
     (entry,) = filled(cache, 10)
 
     def is_small(*_: Any) -> bool:
-        for victim in cache.retire(entry, EvictionReason.STALE):
+        for victim in cache.retire([entry], EvictionReason.STALE):
             victim.release()
         return True
 
