@@ -64,7 +64,7 @@ class ReplayPlan:
             returned = entry.outputs.for_core(rows)
             self.native = CORE.Plan(self, entry, rows, *about, *returned)
         self._ways_out = None if self.native is not None and returned else entry.outputs.ways_out(rows)
-        """How Python returns the outputs; None where the core does, but for rare calls."""
+        """How Python returns the outputs; None where the core did so far."""
 
     def clash(self, values: Sequence[Any]) -> str | None:
         """How the arguments of a call share memory that the graph writes, so that copies would not do; or None."""
@@ -154,7 +154,9 @@ class ReplayPlan:
 
     def take(self, values: Sequence[Any] | None) -> Any:
         """The outputs of the latest replay, given the values of the call or None. Call it with the pool's lock held."""
-        makers, build, returned = self._ways_out or self._entry.outputs.ways_out(self.rows)
+        if self._ways_out is None:
+            self._ways_out = self._entry.outputs.ways_out(self.rows)
+        makers, build, returned = self._ways_out
         if returned and values is not None:
             makers = [*makers]
             for place, position, shape in returned:
