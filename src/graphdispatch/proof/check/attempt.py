@@ -152,6 +152,11 @@ class CaptureAttempt:
         trace = eager.trace if is_traced and eager.like is None else None
         return CallRun(self.request, values, watch, eager.open_outputs, read, trace, runner, eager.check_state)
 
+    def run_alike(self, values: Sequence[Any], read: Callable[[Any], _T]) -> _T:
+        """What ``read`` gives of the output of a run that takes the path of runs which left nothing but their answer:
+        so nothing of it is watched. Raises as ``run_and_undo`` does."""
+        return self._run(values, None, read, is_traced=False).make()
+
     def run_and_undo(
         self,
         values: Sequence[Any],

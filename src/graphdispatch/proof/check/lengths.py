@@ -32,6 +32,7 @@ Note [what a length hides]
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -168,10 +169,16 @@ class PaddingReplays:
         """What eager leaves for these elements; nothing if the callable does not take them."""
         alone = [spec.cut(value, rows).clone() for spec, value in zip(self._specs, real, strict=True)]
         self._attempt.start_over("running eager on other elements")
+        values, shown = self._request.values_with(alone), shown_of(self._entry)
+        is_alike = shown is not None and shown.has_path(rows) and not shown.may_leave_effects
+
+        def read(output: Any) -> _Read:
+            return self._read(tensors_in(output), alone)
+
         try:
-            return self._attempt.run_and_undo(
-                self._request.values_with(alone), lambda _, output: self._read(tensors_in(output), alone)
-            )
+            if is_alike:
+                return self._attempt.run_alike(values, read)
+            return self._attempt.run_and_undo(values, lambda _, output: read(output))
         except Exception as error:
             if ends_capture(self._request.backend, error):
                 raise
