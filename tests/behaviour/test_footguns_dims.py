@@ -238,6 +238,16 @@ OF_IDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+def test_sequence_mixed_behind_the_smallest_id() -> None:
+    """The first id decides whether the rest is read, and early batches have the smallest one elsewhere alone."""
+    step = make(
+        lambda ids: torch.where(ids[:, :1] == 0, TABLE[ids].mean(1), TABLE[ids[:, 0]]), dynamic={"ids": DIMS}, sizes=[4]
+    )
+    ids = torch.tensor([[1, 0, 3, 4, 2, 0, 1, 2]]).expand(4, 8)
+    check_calls(step, *(ids[:, :length].clone() for length in (8, 4, 5, 5)), **NEAR)
+    assert reason(step, ids[:, :5].clone()) is Reason.ROWS_MIX
+
+
 @pytest.mark.parametrize("pad", [{}, {"ids": 3}], ids=["zeros", "threes"])
 @pytest.mark.parametrize("name", OF_IDS)
 def test_sequence_of_padding(name: str, pad: dict[str, int]) -> None:

@@ -4,6 +4,7 @@ watched."""
 import functools
 import gc
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -379,3 +380,21 @@ def test_what_the_first_run_alone_makes_is_not_recorded() -> None:
     assert check_rows(step, 8) == [Reason.EXACT]
     made().fill_(3.0)
     assert check_rows(step, 8) == [Reason.EXACT]
+
+
+def test_a_run_ends_before_it_changes_what_nobody_can_put_back() -> None:
+    """Code that the caller's run left out may do so for the rows of the graph: it is not run there."""
+    local = threading.local()
+    local.count = 0
+
+    def count() -> None:
+        local.count += 1
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 4:
+            count()
+        return x * 2
+
+    step = make(fn, sizes=(4,))
+    assert check_rows(step, 3) == [Reason.STATE_UNSEEN]
+    assert local.count == 0

@@ -116,15 +116,16 @@ class PaddingReplays:
 
     def _changes(self, kept: tuple[int, ...]) -> str:
         """What padding changes, in words, if these arguments keep theirs; empty for nothing."""
-        for name, rows, real, paddings in self._batches(kept):
+        paddings: list[tuple[str, Rows]] = [("what its rule says", []), *self._paddings(kept)]
+        for name, rows, real, is_made in self._batches(kept):
             before = self._eager(rows, real)
-            for what, padding in (("what its rule says", []), *paddings):
+            for what, padding in paddings:
                 try:
                     self._attempt.replay_with(self._entry, rows, Padding(what, padding, real, self._along))
                 except Exception as error:
                     if ends_capture(self._request.backend, error):
                         raise
-                    if not paddings:  # it may not take such elements
+                    if is_made:  # it may not take such elements
                         break
                     return f"{what}{name} the call raises {type(error).__name__}: {error}"
                 read = self._replayed(rows)
@@ -133,23 +134,20 @@ class PaddingReplays:
                 before = read
         return ""
 
-    def _batches(
-        self, kept: Collection[int]
-    ) -> Iterator[tuple[str, int, Sequence[torch.Tensor], Sequence[tuple[str, Rows]]]]:
-        """What batches are called, their numbers and elements, and the paddings to try behind them besides that of
-        their rule: see Note [what real elements hide] and Note [what a length hides]."""
+    def _batches(self, kept: Collection[int]) -> Iterator[tuple[str, int, Sequence[torch.Tensor], bool]]:
+        """What batches are called, their numbers and elements, and whether their elements are made, so that the
+        callable may not take them: see Note [what real elements hide] and Note [what a length hides]."""
         for name, other in self._other_reals(kept):
-            yield f" behind {name}", self._rows, other, ()
-        paddings = list(self._paddings(kept))
+            yield f" behind {name}", self._rows, other, True
         if kept:
-            yield " behind a single real element", self._rows, self._with_single(kept), paddings
+            yield " behind a single real element", self._rows, self._with_single(kept), False
         for rows in (self._rows, *self._others):
             name = f" of {extents_text(self._request.inputs.axes, rows)}" if rows != self._rows else ""
             given = batch_of(self._request, rows)
             shown = [self._shown(index, value, rows) for index, value in enumerate(given)]
-            yield name, rows, given, paddings
+            yield name, rows, given, False
             if not all(map(bits_equal, given, shown)):
-                yield name, rows, shown, paddings
+                yield name, rows, shown, False
 
     def _shown(self, index: int, value: torch.Tensor, rows: int) -> torch.Tensor:
         """An argument that hides no element: of a mask ones; of integers of rows, which may be lengths, the shortest of
