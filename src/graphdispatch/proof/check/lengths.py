@@ -119,7 +119,7 @@ class PaddingReplays:
         paddings: list[tuple[str, Rows]] = [("what its rule says", []), *self._paddings(kept)]
         for name, rows, real, is_made in self._batches(kept):
             before = self._eager(rows, real)
-            for what, padding in paddings:
+            for what, padding in paddings if before or not is_made else ():
                 try:
                     self._attempt.replay_with(self._entry, rows, Padding(what, padding, real, self._along))
                 except Exception as error:
